@@ -1,6 +1,6 @@
-"""Where the charts' scripts and styles lie, and how a page that may load nothing embeds them.
+"""The charts' scripts and styles, and how to embed them in a page that may load nothing.
 
-Invariant the_licence_goes_along: whoever is handed an embedded uPlot is handed its licence with it.
+Invariant embedded_uplot_has_its_licence: an embedded uPlot always comes with its licence.
 """
 
 import re
@@ -10,19 +10,19 @@ from pathlib import Path
 PAGE = Path(__file__).parent / "page"
 UPLOT = Path(__file__).parent / "uplot"
 MODULES = ("elements.js", "words.js", "plot.js", "curves.js", "ages.js", "lengths.js", "lanes.js")
-"""Each after those that it imports."""
+"""Our modules, each after the modules that it imports."""
 LINKS = re.compile(r"^import .*\n|^export ", re.MULTILINE)
-"""What links modules with each other; of one line, and without ``as``."""
+"""Imports and exports, which link modules. Each is on one line and without ``as``."""
 
 
 def embedded_script(own: Iterable[Path]) -> str:
-    """uPlot, our charts, and a page's own modules, as one module that imports nothing."""
+    """One module with uPlot, our charts, and a page's own modules, which imports nothing."""
     modules = [*(PAGE / name for name in MODULES), *own]
     return _licensed("uPlot.iife.min.js") + "".join(LINKS.sub("", path.read_text()) for path in modules)
 
 
 def embedded_style(own: Path) -> str:
-    """The styles of uPlot, of our charts and of a page."""
+    """The styles of uPlot, of our charts and of a page, as one text."""
     return _licensed("uPlot.min.css") + (PAGE / "charts.css").read_text() + own.read_text()
 
 

@@ -1,7 +1,7 @@
-"""What the dashboard's page asks for beyond the state: a trajectory with its history, a group, and the dead letters.
+"""Answers the dashboard's requests about records: a trajectory with its history, a group, and the dead letters.
 
-Knows no web. A trajectory is shown token by token with its log-probs, the weights that made it, its rewards, and what
-happened to it since its prompt was ordered.
+This module knows no web server. A trajectory is shown token by token with its log-probs, with the weights that sampled
+it, its rewards, and its history since its prompt was ordered.
 """
 
 import asyncio
@@ -28,31 +28,31 @@ from streamrl.schemas.trajectories import Trajectory
 
 CLIENT_ID = "streamrl-ui"
 PLAIN: Piece = "#{}".format
-"""A token without a tokenizer: its id."""
+"""A token's text if there is no tokenizer: its id."""
 SHOWN = 100
 """Dead letters in the list."""
 HEAD = 96
-"""Bytes of one of them."""
+"""Bytes shown of a dead letter."""
 PATIENCE_S = 2.0
-"""After which somebody who waits for an index is told how far it is."""
+"""Seconds between two checks of a look-up that waits for the index."""
 MANY_UNREAD = 20_000
-"""Records, which take about a second."""
+"""Unindexed records from which a look-up returns an error instead of waiting: they take about a second."""
 SHOWN_TOKENS = 4000
 SHOWN_CHARACTERS = 20_000
 _STEP = re.compile(r"trained in step (\d+)")
 
 
 class NotIndexedYet(StreamRLError):
-    """The records of a long run are still being found for the first time."""
+    """The records of a long run are still being indexed for the first time."""
 
 
 @dataclass
 class DashboardContext:
-    """What the handlers share: the run that is looked at, and how its topics are reached.
+    """State that the handlers share: the run, and how to reach its topics.
 
-    ``run_path``: how the run is named on a command line. ``load_pieces``: slow; loads what spells tokens.
-    ``advice``: what a user can do when the broker does not answer. ``index``: of the run's records.
-    ``looks``: the same bus, which fetches little more than it is asked for; single records are read from it.
+    ``run_path``: the run's name on a command line. ``load_pieces``: loads the function that gives a token's text; it is
+    slow. ``advice``: what a user can do when the broker does not answer. ``index``: the index of the run's records.
+    ``looks``: the same bus with little prefetching, to read single records.
     """
 
     bus: Bus
@@ -74,11 +74,11 @@ class DashboardContext:
 
     @property
     def history(self) -> BusHistory:
-        """The run's topics up to now."""
+        """The history of the run's topics."""
         return BusHistory(self.bus, CLIENT_ID)
 
     async def pieces(self) -> Piece:
-        """Gives a token's text; loaded once, in a thread."""
+        """The function that gives a token's text. It is loaded once, in a thread."""
         async with self._loading:
             if self._pieces is None:
                 self._pieces = await in_thread(self.load_pieces)
@@ -86,7 +86,7 @@ class DashboardContext:
 
 
 async def newest_dead_letters(context: DashboardContext) -> dict[str, Any]:
-    """How many there are, and the newest, newest first."""
+    """The number of dead letters, and the newest ones, newest first."""
     topic, history = DEAD_LETTERS.full_name(context.state.run), context.history
     extents = {tp.partition: held for tp, held in (await history.extents(topic)).items()}
     total = sum(held.end - held.first for held in extents.values())
@@ -96,13 +96,13 @@ async def newest_dead_letters(context: DashboardContext) -> dict[str, Any]:
 
 
 async def retry_dead_letter(context: DashboardContext, offset: int) -> dict[str, str]:
-    """Send a dead letter once more, unless it was sent before or still does not decode.
+    """Send a dead letter again, unless it was retried before or still does not decode.
 
     Raises:
         UserError: there is no such dead letter.
-        BusError: the broker refuses, or does not answer.
+        BusError: the broker refuses the record, or does not answer.
     """
-    # In turns here, since two of one page would only shut each other out.
+    # One at a time, because two concurrent retries would fence each other.
     async with context.retrying:
         outcomes, missing = await retry(context.bus, context.follower, [offset])
     if missing:
@@ -116,11 +116,11 @@ def _shown(dead_letter: DeadLetter) -> dict[str, Any]:
 
 
 async def inspect(context: DashboardContext, name: str) -> dict[str, Any]:
-    """The history of a trajectory, by id or as ``partition@offset``, or how the samples of a group stand.
+    """The history of a trajectory, by id or ``partition@offset``, or the state of a group's samples, as JSON.
 
     Raises:
-        UserError: there is none, or its record is gone or does not decode.
-        NotIndexedYet: ask again.
+        UserError: there is no such trajectory or group, or its record is deleted or does not decode.
+        NotIndexedYet: the index is not ready; ask again.
     """
     reader = HistoryReader(context.follower, context.state.progress.algorithm)
     looking = asyncio.create_task(reader.look_up(name))
@@ -130,7 +130,7 @@ async def inspect(context: DashboardContext, name: str) -> dict[str, Any]:
             if not looking.done() and (unread := context.follower.unread) > MANY_UNREAD:
                 raise NotIndexedYet(f"the run's records are being indexed, {unread:,} are left; ask again")
     finally:
-        # The reading itself goes on where it is: in the task that follows the run.
+        # This does not stop the indexing, which runs in the task that follows the run.
         looking.cancel()
     found = await looking
     if isinstance(found, GroupHistory):
@@ -139,7 +139,7 @@ async def inspect(context: DashboardContext, name: str) -> dict[str, Any]:
 
 
 def group_json(group: GroupHistory) -> dict[str, Any]:
-    """A row a sample."""
+    """A group with one row per sample, as JSON."""
     trajectories = [sample.trajectory for sample in group.samples if sample.trajectory is not None]
     return {
         "group": group.group_id,
@@ -154,14 +154,14 @@ def group_json(group: GroupHistory) -> dict[str, Any]:
 
 def _sample_json(sample: GroupSample) -> dict[str, Any]:
     record, found = sample.record, sample.trajectory
-    told = {"id": sample.trajectory_id, "place": f"{record.partition}@{record.offset}", "fate": record.fate}
+    row = {"id": sample.trajectory_id, "place": f"{record.partition}@{record.offset}", "fate": record.fate}
     if found is None:
-        return told
-    return told | {"length": len(found.token_ids), "rewards": found.rewards, "worker": found.worker_id}
+        return row
+    return row | {"length": len(found.token_ids), "rewards": found.rewards, "worker": found.worker_id}
 
 
 def history_json(history: TrajectoryHistory, piece: Piece, run_path: str) -> dict[str, Any]:
-    """Everything there is to show; at most 4,000 tokens, and 20,000 characters of a text."""
+    """A trajectory in full as JSON, with at most 4,000 tokens, and 20,000 characters of a text."""
     trajectory = history.trajectory
     return {
         "id": trajectory.trajectory_id,
@@ -190,18 +190,18 @@ def history_json(history: TrajectoryHistory, piece: Piece, run_path: str) -> dic
 
 
 def _workers(trajectory: Trajectory) -> str:
-    """Who sampled it, and which tokens if it was more than one."""
+    """The worker that sampled the trajectory, or several workers and their ranges of tokens."""
     parts = parts_of(trajectory)
-    return ", ".join(who if len(parts) == 1 else f"{who} [{start}, {end})" for who, start, end in parts)
+    return ", ".join(worker if len(parts) == 1 else f"{worker} [{start}, {end})" for worker, start, end in parts)
 
 
 def _cut(text: str) -> str:
     rest = len(text) - SHOWN_CHARACTERS
-    return text if rest <= 0 else f"{text[:SHOWN_CHARACTERS]}… and {rest:,} characters more"
+    return text if rest <= 0 else f"{text[:SHOWN_CHARACTERS]}… and {rest:,} more characters"
 
 
 def commands_for(history: TrajectoryHistory, run_path: str) -> list[str]:
-    """What to type to see more: the trajectory, and the step that it was trained in."""
+    """Commands that show more: the steps that trained the trajectory, and the trajectory itself."""
     run = shlex.quote(run_path)
     steps = [match[1] for seen in history.records if (match := _STEP.match(seen.fate))]
     shown = f"streamrl show {shlex.quote(history.trajectory.trajectory_id)} {run}"
@@ -209,7 +209,7 @@ def commands_for(history: TrajectoryHistory, run_path: str) -> list[str]:
 
 
 def _tokens(trajectory: Trajectory, piece: Piece) -> list[list[Any]]:
-    """Text, log-prob, and whether it is trained, of each token."""
+    """Each token's text, log-prob, and whether it is trained."""
     rows = zip(trajectory.token_ids.tolist(), trajectory.logprobs.tolist(), trajectory.loss_mask.tolist(), strict=True)
     shown = list(rows)[:SHOWN_TOKENS]
     return [[piece(token), round(logprob, 4), trained] for token, logprob, trained in shown]

@@ -1,13 +1,15 @@
 """The dashboard (`streamrl ui`) and its web server: one page, a stream of updates, and a few answers in JSON.
 
 Invariants, each with a test of its name:
-- a_foreign_page_cannot_read_or_write: a host name that is not ours is refused (DNS rebinding), and a write needs an
-  origin that is our own and a body that a form cannot send;
-- a_foreign_page_starts_no_work: a browser says which site a request comes from; from another one only the page itself
-  can be opened;
-- what_costs_is_bounded: so many streams and so many looks into the topics at once, and who comes beyond is told;
+- a_foreign_page_cannot_read_or_write: a host name that is not ours is refused (DNS rebinding), and a write needs our
+  own origin and a body that a form cannot send;
+- a_foreign_page_starts_no_work: a browser names the site that sends a request. Another site can only open the page
+  itself;
+- expensive_requests_are_limited: only a fixed number of update streams and of reads of the topics run at once, and
+  further requests get an error;
 - the_page_loads_nothing_from_elsewhere: its content security policy forbids it;
-- one_rendering_for_all: however many browsers look, the state is put into JSON once, and not at all while nobody looks.
+- the_state_is_rendered_once_for_all_browsers: the state is rendered as JSON once for all browsers, and not at all
+  without any.
 """
 
 import asyncio
@@ -53,7 +55,7 @@ from streamrl.schemas.hosts import is_our_host
 from streamrl.settings.features import run_parts
 
 JSON = "application/json"
-# No inline script, no form and no frame around the page: what a completion smuggled in as markup could do nothing.
+# No inline script, no form and no frame around the page: markup smuggled in by a completion could do nothing.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -69,27 +71,27 @@ def may_write(headers: Mapping[str, str]) -> bool:
     """Whether a request comes from our own page: same origin, and JSON, which no form of another page can send."""
     origin, host = headers.get("Origin", ""), headers.get("Host", "")
     own = origin in (f"http://{host}", f"https://{host}")
-    # Browsers that send it cannot be made to lie; those that do not are held to the origin.
+    # A page cannot forge this header. For browsers that do not send it, the origin decides.
     site = headers.get("Sec-Fetch-Site", "same-origin")
     return bool(host) and own and site == "same-origin" and headers.get("Content-Type", "").split(";")[0] == JSON
 
 
 def may_read(headers: Mapping[str, str], path: str) -> bool:
-    """Whether a request is not sent by a page of another site, also one on another port of this machine."""
-    # Browsers that send it cannot be made to lie; what sends none is no page of today's browsers.
+    """Whether no page of another site sent the request. Another port of this machine is another site."""
+    # A page cannot forge this header, and today's browsers send it with every page's request.
     if headers.get("Sec-Fetch-Site", "none") in ("same-origin", "none"):
         return True
-    # A link to the dashboard may stand anywhere; what it opens loads the rest by itself.
+    # Any page may link to the dashboard. The opened page then loads the rest itself.
     return path == "/" and (headers.get("Sec-Fetch-Mode"), headers.get("Sec-Fetch-Dest")) == ("navigate", "document")
 
 
 SLOW = {"curves": 2, "timeline": 2, "lengths": 2, "staleness": 2, "split": 2}
-"""Sections that are rendered every so many ticks: they are large, and change slowly."""
+"""Ticks between two renderings of a section that is large and changes slowly."""
 
 
 @dataclass
 class UpdateStream:
-    """Server-sent events: only sections of the state that changed, at the pace that is given.
+    """Server-sent events with only the changed sections of the state, at a given pace.
 
     ``pace_s``: seconds between two updates. ``clock``: seconds since the epoch.
     """
@@ -103,24 +105,24 @@ class UpdateStream:
     _refreshed_at: float = -1.0
 
     async def updates(self, stop: asyncio.Event) -> AsyncGenerator[str, None]:
-        """Events for one browser: everything at first, then what changed, until stopped."""
+        """Events for one browser until ``stop``: first all sections, then the changed ones."""
         sent: dict[str, int] = {}
         while not stop.is_set():
             self._refresh()
-            # Revisions instead of texts: what each browser has is a small number for each section.
+            # The sections that a browser has are remembered as revisions, not as texts.
             due = [name for name, revision in self._revisions.items() if sent.get(name) != revision]
             sent |= {name: self._revisions[name] for name in due}
             pace_s = self.pace_s()
-            told = f'"now":{self.clock():.3f},"pace":{pace_s:.3f}'
-            parts = [told, *(f'"{name}":{self._rendered[name]}' for name in due)]
+            head = f'"now":{self.clock():.3f},"pace":{pace_s:.3f}'
+            parts = [head, *(f'"{name}":{self._rendered[name]}' for name in due)]
             yield "data: {" + ",".join(parts) + "}\n\n"
             await asyncio.sleep(pace_s)
 
     def _refresh(self) -> None:
-        """Put into JSON what may have changed; at most once a second, whoever asks."""
+        """Render the sections that may have changed as JSON, at most once a second for all browsers."""
         now = self.clock()
-        # A little below the pace, since timers of several browsers are never quite together.
-        # Not below 0: after a clock was set back, nothing would be refreshed until it is where it was.
+        # A little below the pace, because the timers of several browsers are not aligned.
+        # A negative age means that the clock was set back. Then refresh at once.
         if 0 <= now - self._refreshed_at < OFTEN_S * 0.8:
             return
         self._refreshed_at = now
@@ -142,9 +144,9 @@ TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".s
 MAX_BODY = 4096
 UPDATES = "/api/updates"
 MAX_STREAMS, MAX_LOOKS = 32, 4
-"""At once: pages that are kept up to date, and questions that read the topics."""
+"""Most update streams, and most requests that read the topics, at once."""
 ANSWER_TIMEOUT_S = 45.0
-"""Of a read that a page waits for: above the time-outs of one connect, one subscription and one request together."""
+"""Time-out of a read that a page waits for: longer than those of a connect, a subscription and a request together."""
 
 CONTEXT = web.AppKey("context", DashboardContext)
 STREAM = web.AppKey("stream", UpdateStream)
@@ -152,30 +154,30 @@ STOP = web.AppKey("stop", asyncio.Event)
 
 
 @dataclass
-class Places:
-    """So many may be inside at once."""
+class RequestLimit:
+    """Allows at most ``most`` requests of a kind at once."""
 
     most: int
-    what: str
-    taken: int = 0
+    kind: str
+    running: int = 0
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Raises _Full."""
-        if self.taken >= self.most:
-            raise _Full(f"expected at most {self.most} {self.what} at once, got one more; ask again in a moment")
-        self.taken += 1
+        """Counts a request while the block runs. Raises _LimitReached."""
+        if self.running >= self.most:
+            raise _LimitReached(f"expected at most {self.most} {self.kind} at once, got one more; ask again soon")
+        self.running += 1
         try:
             yield
         finally:
-            self.taken -= 1
+            self.running -= 1
 
 
-class _Full(Exception):
-    """There is no place left."""
+class _LimitReached(Exception):
+    """Too many requests of a kind are running."""
 
 
-STREAMS, LOOKS = web.AppKey("streams", Places), web.AppKey("looks", Places)
+STREAMS, LOOKS = web.AppKey("streams", RequestLimit), web.AppKey("looks", RequestLimit)
 
 
 def build_app(
@@ -184,11 +186,12 @@ def build_app(
     host: str = "localhost",
     pace_s: Callable[[], float] = lambda: OFTEN_S,
 ) -> web.Application:
-    """The application; streams end when ``stop`` is set. ``host``: the name it is served under."""
-    # The first is the outermost: who is not let in reaches nothing, and answers to errors get the headers as well.
-    app = web.Application(middlewares=[_guarded(host), _told], client_max_size=MAX_BODY)
+    """The application. Streams end when ``stop`` is set. ``host``: the name under which it is served."""
+    # The first is the outermost: refused requests reach nothing else, and error answers also get the headers.
+    app = web.Application(middlewares=[_guarded(host), _errors_as_json], client_max_size=MAX_BODY)
     app[CONTEXT], app[STREAM], app[STOP] = context, UpdateStream(context.state, pace_s=pace_s), stop
-    app[STREAMS], app[LOOKS] = Places(MAX_STREAMS, "open pages"), Places(MAX_LOOKS, "questions to the topics")
+    app[STREAMS] = RequestLimit(MAX_STREAMS, "open pages")
+    app[LOOKS] = RequestLimit(MAX_LOOKS, "reads of the topics")
     app.router.add_get("/", _index)
     app.router.add_get("/{folder:page|charts|uplot}/{name}", _asset)
     app.router.add_get(UPDATES, _updates)
@@ -204,9 +207,9 @@ def _guarded(host: str) -> Middleware:
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         if not is_our_host(request.headers.get("Host", ""), host):
-            return _refusal(421, "this address is served under its own name only")
+            return _refusal(421, f"expected a request to this server's own name, {host}, got another")
         if not may_read(request.headers, request.path):
-            return _refusal(403, "only the dashboard's own page may ask this")
+            return _refusal(403, "only the dashboard's own page may read this")
         if request.method not in ("GET", "HEAD") and not may_write(request.headers):
             return _refusal(403, "only the dashboard's own page may do this")
         try:
@@ -223,15 +226,15 @@ def _guarded(host: str) -> Middleware:
 
 
 @web.middleware
-async def _told(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Errors of ours become one line of JSON, and so does an answer that does not come; only updates have no end."""
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn our errors and time-outs into one line of JSON. The stream of updates has no time-out."""
     try:
         async with asyncio.timeout(None if request.path == UPDATES else ANSWER_TIMEOUT_S):
             return await handler(request)
-    except _Full as error:
+    except _LimitReached as error:
         return _refusal(429, str(error), again=True)
     except TimeoutError:
-        late = f"expected the broker to deliver what was asked for within {ANSWER_TIMEOUT_S:.0f} s, got less; ask again"
+        late = f"expected the broker to deliver the records within {ANSWER_TIMEOUT_S:.0f} s, it did not; ask again"
         return _refusal(503, late)
     except UserError as error:
         return _refusal(404, str(error))
@@ -242,7 +245,7 @@ async def _told(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _refusal(status: int, text: str, *, again: bool = False) -> web.Response:
-    """``again``: the same question will be answered soon."""
+    """An error answer. ``again``: whether the same request may succeed soon."""
     headers = {**HEADERS, "Retry-After": "2"} if again else HEADERS
     return web.json_response({"error": text, "again": again}, status=status, headers=headers)
 
@@ -254,7 +257,7 @@ async def _index(_request: web.Request) -> web.StreamResponse:
 async def _asset(request: web.Request) -> web.StreamResponse:
     folder = FOLDERS[request.match_info["folder"]]
     path = folder / request.match_info["name"]
-    # A slash that came escaped is one again here, and may lead out of the folder.
+    # An escaped slash is unescaped here, and could lead out of the folder.
     if path.parent != folder or path.suffix not in TYPES or not path.is_file():
         raise web.HTTPNotFound
     return web.Response(body=path.read_bytes(), content_type=TYPES[path.suffix], charset="utf-8")
@@ -267,7 +270,7 @@ async def _updates(request: web.Request) -> web.StreamResponse:
         try:
             async for event in request.app[STREAM].updates(request.app[STOP]):
                 await response.write(event.encode())
-        # A browser that was closed is no error.
+        # A closed browser is no error.
         except (ClientConnectionError, ConnectionResetError):
             pass
         return response
@@ -297,13 +300,14 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(connection: RunConnection, where: Path | None, host: str, port: int, *, open_browser: bool) -> int:
-    """Serve until interrupted; the exit code.
+    """Serve until interrupted, and return the exit code.
 
     Raises:
-        UserError: no such run, no broker, or the port is taken.
+        UserError: there is no such run, no broker, or the port is in use.
     """
     if host not in LOOPBACK:
-        print(f"note: served at {host}: whoever reaches it sees the run and may retry dead letters", file=sys.stderr)
+        note = f"note: everyone who can reach {host} can see the run and retry its dead letters"
+        print(note, file=sys.stderr)
     uvloop.run(_serve(connection, where, host, port, open_browser=open_browser))
     return stopping.exit_code(after_ctrl_c=0)
 
@@ -328,14 +332,14 @@ async def _serve_until(
         open_index(connection.directory, connection.address, connection.run),
         connection.bus.for_single_records(),
     )
-    # As seldom as everything else that this process does beside a busy run.
+    # As rarely as all other work of this process next to a busy run.
     context.follower.every_s = lambda: FOLLOW_EVERY_S * pace.seconds()
     app = build_app(context, stop, host, pace.seconds)
     requests, runner = OpenRequests(app), web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
         address = await bind(runner, host, port)
-        print(f"{connection.run} at {address}  (Ctrl-C ends it)", flush=True)
+        print(f"{connection.run} at {address}  (Ctrl-C stops it)", flush=True)
         if open_browser:
             await in_thread(webbrowser.open, address)
         tune_garbage_collector()
@@ -360,16 +364,16 @@ async def _serve_until(
 
 
 async def bind(runner: web.AppRunner, host: str, port: int) -> str:
-    """Bind; the page's address. Port 0 takes any.
+    """Bind the server, and return the page's address. Port 0 means any free port.
 
     Raises:
-        UserError: the port is taken, or the address is not ours.
+        UserError: the port is in use, or the address is not one of this machine.
     """
     try:
         await listen(runner, host, port)
     except OSError as error:
         raise UserError(
-            f"expected to listen at {host}:{port}, got: {error.strerror or error}; choose another --port, 0 takes any"
+            f"expected to listen at {host}:{port}, got: {error.strerror or error}; choose another --port (0: any free)"
         ) from error
     bound = runner.addresses[0][1]
     return f"http://{f'[{host}]' if ':' in host else host}:{bound}/"

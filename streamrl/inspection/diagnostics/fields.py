@@ -1,8 +1,8 @@
-"""A record as it is shown: its fields by name, one line for people, or JSON for programs. Pure.
+"""Shows a record: its fields by name, a line for people, or JSON for programs. Pure.
 
-Fields are those of the record itself, of its message, and some that are worked out.
+Fields are those of the record, those of its message, and some derived ones.
 
-Invariant a_line_is_a_line: what strangers wrote into a record cannot move the cursor, colour or break lines.
+Invariant records_cannot_control_the_terminal: text in a record cannot move the cursor, colour or break lines.
 """
 
 import difflib
@@ -53,9 +53,9 @@ EACH_COUNTS_ONCE: Mapping[str, float] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class ShownRecord:
-    """A record as it is shown. ``dead_letter``: it stands on that topic, and its bytes are of another one.
+    """A record to show. ``dead_letter``: set for a record of the dead-letters topic.
 
-    ``reward_weights``: of the run's reward functions, as far as they are known; a function without one counts once.
+    ``reward_weights``: known weights of the run's reward functions; a function without one has weight 1.
     """
 
     record: Record
@@ -71,21 +71,21 @@ class ShownRecord:
 
     @property
     def reward(self) -> float | None:
-        """Of a completion: its total reward; none if it has none."""
+        """The total reward of a completion; None if it has no reward."""
         assert isinstance(self.message, FinishedCompletion)
         return total_reward(self.message.rewards, self.reward_weights)
 
     def field(self, path: str) -> Any:
-        """The value of a field, ``ABSENT`` if the record has none; dots lead into values."""
+        """The value of a field; ``ABSENT`` if the record has none. Dots in the path lead into values."""
         head, _, rest = path.partition(".")
-        # The record's own fields first: a message cannot hide where it stands.
+        # The record's own fields come first, so a message cannot hide the record's position.
         for source in (_RECORD_FIELDS, _DEAD_LETTER_FIELDS if self.dead_letter else {}):
             if head in source:
                 return _within(source[head](self), rest)
         if self.message is None:
             return ABSENT
         derived = _DERIVED.get(type(self.message), {})
-        # A field that a message really has is never shadowed by one that is worked out.
+        # A derived field never hides a real field of the message.
         if head in derived and head not in type(self.message).model_fields:
             return _within(derived[head](self), rest)
         return _within(self.message, path)
@@ -94,7 +94,7 @@ class ShownRecord:
 def shown_record(
     record: Record, topic: Topic | None, reward_weights: Mapping[str, float] = EACH_COUNTS_ONCE
 ) -> ShownRecord:
-    """Decode a record; whatever is in it, this does not raise."""
+    """Decode a record to show it. It never raises for the record's contents."""
     if topic is DEAD_LETTERS:
         dead_letter = dead_letter_of(record)
         return ShownRecord(
@@ -107,14 +107,14 @@ def shown_record(
 
 
 def known_fields(topic: Topic | None) -> set[str] | None:
-    """First parts of all names that records of a topic may have; none if any name may be there."""
+    """The first parts of all field names that records of a topic may have; None if there may be any name."""
     if topic is None:
         return None
     names = set(_RECORD_FIELDS)
     if topic.message is None:
         return names | set(_DEAD_LETTER_FIELDS)
     kinds: tuple[type[Message], ...] = (topic.message, *topic.also)
-    # Control messages are a union; the catalogue names one of them.
+    # Control messages are a union, of which the catalogue names one.
     if topic.message is WeightsReady:
         # ``Annotated[A | B, ...]``: its first argument is the union, whose arguments are the kinds.
         kinds = (*get_args(get_args(ControlMessage)[0]), *topic.also)
@@ -125,16 +125,16 @@ def known_fields(topic: Topic | None) -> set[str] | None:
 
 
 def check_fields(fields: Sequence[str], topic: Topic | None) -> None:
-    """Refuse a field that no record of the topic can have.
+    """Check that records of the topic can have these fields.
 
     Raises:
-        UserError: there is one; the nearest right name is given.
+        UserError: there is no such field; the message names the closest one.
     """
     known = known_fields(topic)
     for path in fields:
         head = path.split(".")[0]
         if known is not None and topic is not None and head not in known:
-            # A misspelt name would otherwise filter everything out in silence.
+            # Without an error, a misspelt name would silently filter out every record.
             close = difflib.get_close_matches(head, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(sorted(known))}"
             raise UserError(f"expected a field of {topic.name} in the filter, got {head!r}{hint}")
@@ -143,7 +143,7 @@ def check_fields(fields: Sequence[str], topic: Topic | None) -> None:
 def _within(value: Any, path: str) -> Any:
     while path:
         if isinstance(value, Mapping) and path in value:
-            return value[path]  # names of metrics have dots and slashes of their own
+            return value[path]  # a metric's own name may contain dots
         head, _, path = path.partition(".")
         value = _part(value, head)
         if value is ABSENT:
@@ -158,7 +158,7 @@ def _part(value: Any, name: str) -> Any:
         fields = type(value)
         return getattr(value, name) if name in fields.model_fields or _is_property(fields, name) else ABSENT
     if isinstance(value, tuple | list | np.ndarray):
-        # Arrays have no name for it of their own.
+        # Arrays have no attribute of this name.
         if name == "length":
             return len(value)
         if name.isdigit():
@@ -172,12 +172,12 @@ def _is_property(kind: type, name: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    # To ``isinstance`` and to json, a numpy integer is no int.
+    # For ``isinstance`` and json, a numpy integer is not an int.
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
 def trained_in(report: StepReport | RefusedStep) -> int:
-    """Trajectories in its micro-batches."""
+    """Number of trajectories in a report's micro-batches."""
     return sum(len(batch) for batch in report.micro_batches)
 
 
@@ -229,22 +229,22 @@ _DERIVED: dict[type[Message], dict[str, Callable[[Any], Any]]] = {
 
 
 HEAD = 60
-"""Characters of a text within a line."""
+"""Characters of a text that a line shows."""
 KEY_METRICS = ("reward", "loss", "grad_norm", "off_policy/mean", "time/step")
 
 
 def line_of(shown: ShownRecord) -> str:
-    """Time, place, kind, and what matters most of it."""
+    """A line with a record's time, position, kind, and most important contents."""
     record = shown.record
-    # As of the record, in local time: that is what is compared with other logs.
+    # The record's own time in local time, to compare it with other logs.
     time = datetime.fromtimestamp(record.timestamp).astimezone().strftime("%H:%M:%S.%f")[:-3]
-    return f"{time} {record.partition}@{record.offset} {plain_text(_said(shown))}"
+    return f"{time} {record.partition}@{record.offset} {plain_text(_summary(shown))}"
 
 
-def _said(shown: ShownRecord) -> str:
+def _summary(shown: ShownRecord) -> str:
     if shown.dead_letter is not None:
         dead_letter = shown.dead_letter
-        return f"dead-letter from {dead_letter.origin or 'nowhere known'}  {dead_letter.size} bytes  {shown.problem}"
+        return f"dead-letter from {dead_letter.origin or '?'}  {dead_letter.size} bytes  {shown.problem}"
     if shown.message is None:
         return f"undecodable  key {shown.record.key}  {len(shown.record.value or b'')} bytes  {shown.problem}"
     if isinstance(shown.message, FinishedCompletion):
@@ -256,7 +256,7 @@ def _of_message(message: Message) -> str:
     match message:
         case TokenChunk():
             ending = f"  {message.finish_reason.value}" if message.finish_reason else ""
-            # Token positions within the completion, half open.
+            # Token positions within the completion, as a half-open range.
             end = message.start + len(message.token_ids)
             place = f"{message.trajectory_id} [{message.start}, {end})"
             return f"tokens {place}  {message.worker_id}  v{message.version}{ending}"
@@ -279,8 +279,8 @@ def _of_message(message: Message) -> str:
         case RefusedStep():
             return f"refused-step {message.step}  {trained_in(message)} trajectories  {message.problem}"
         case SkipRecord():
-            what = message.trajectory_id or f"{message.partition}@{message.offset}"
-            return f"skip {what}  {message.reason.value}  at step {message.step}  {message.detail}"
+            name = message.trajectory_id or f"{message.partition}@{message.offset}"
+            return f"skip {name}  {message.reason.value}  at step {message.step}  {message.detail}"
         case Heartbeat():
             return (
                 f"heartbeat {message.worker_id}  {message.state.value}  v{message.weights}  {message.running} running, "
@@ -305,7 +305,7 @@ def _of_order(order: WorkOrder) -> str:
 
 def _of_trajectory(message: FinishedCompletion, total: float | None) -> str:
     reward = "-" if total is None else f"{total:.3f}"
-    # More than four would push the text out of the line.
+    # With more than four, the line would have no room for the text.
     spans = message.version_spans[:4]
     versions = " ".join(f"v{message.named(span.version)}" for span in spans) or f"v{message.admitted_version}"
     wrong = f"  reward failed: {', '.join(message.reward_errors)}" if message.reward_errors else ""
@@ -340,12 +340,12 @@ def _metrics(metrics: dict[str, float]) -> str:
 
 
 def _head(text: str) -> str:
-    # Quoted, so that it is seen where a stranger's text begins and ends within the line.
+    # Quoted, to show where the text from the record starts and ends within the line.
     return repr(text[:HEAD] + ("…" if len(text) > HEAD else ""))
 
 
 def json_of(shown: ShownRecord) -> dict[str, Any]:
-    """Everything, arrays included; ``message`` null: ``problem`` says why."""
+    """The whole record as JSON-safe data, including arrays. If ``message`` is null, ``problem`` says why."""
     record = shown.record
     found: dict[str, Any] = {
         "topic": record.topic,
@@ -356,7 +356,7 @@ def json_of(shown: ShownRecord) -> dict[str, Any]:
         "headers": shown.text_headers,
         "size": len(record.value or b""),
         "schema": None if shown.message is None else shown.message.SCHEMA,
-        # Arrays included, as numbers.
+        # Including arrays, as lists of numbers.
         "message": None if shown.message is None else shown.message.model_dump(mode="json"),
         "problem": shown.problem,
     }

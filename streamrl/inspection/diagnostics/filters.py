@@ -1,16 +1,16 @@
-"""Filter expressions: ``worker_id=worker-1 and (length>500 or not finish_reason=stop)``. Evaluates nothing but these.
+"""Filter expressions: ``worker_id=worker-1 and (length>500 or not finish_reason=stop)``. Nothing else is evaluated.
 
     expression := conjunction ("or" conjunction)*
     conjunction := negation ("and" negation)*
     negation := "not" negation | "(" expression ")" | field operator value
     operator := = == != < <= > >= ~ !~        ~ searches a regular expression
 
-A value is a word or stands in quotes. It is compared as the field's own kind: numbers and weight versions by size,
-text as text; a list holds (``=``) or does not hold (``!=``) the value. A field that is not there only fits ``!=``.
+A value is a word or a quoted text. It is compared by the field's type: numbers and weight versions by size, text as
+text. A list contains (``=``) or does not contain (``!=``) the value. A missing field matches only ``!=``, ``!~``.
 
-Why not the Common Expression Language: cel-python 0.5 knows no bare words, so that values would need quotes within the
-shell's quotes; a field that is not there is an error in it, and a weight version has no order. It takes 0.4 s to import
-and 250 µs a record; this takes 20 ms and 2 µs.
+Why not the Common Expression Language: cel-python 0.5 has no bare words, so values would need quotes within the shell's
+quotes. A missing field is an error in it, and a weight version has no order. It takes 0.4 s to import and 250 µs per
+record; this takes 20 ms and 2 µs.
 """
 
 import re
@@ -26,16 +26,16 @@ Lookup = Callable[[str], Any]
 Test = Callable[[Lookup], bool]
 ABSENT = object()
 
-# The longer operators stand first: of alternatives the first that fits is taken, and "<=" begins with "<".
+# Longer operators come first: the first matching alternative is used, and "<=" starts with "<".
 _TOKEN = re.compile(
     r"""\s*(?:(?P<op><=|>=|!=|!~|==|=|<|>|~|\(|\))|"(?P<dq>[^"]*)"|'(?P<sq>[^']*)'|(?P<word>[^\s()<>=!~"']+))"""
 )
-"""A word ends at what may follow it without a blank, so that ``length>500`` is three tokens."""
+"""A word ends before a character that may follow it without a blank, so ``length>500`` is three tokens."""
 _ORDERED = {"<", "<=", ">", ">="}
 _OPERATORS = {"=", "==", "!=", "~", "!~", *_ORDERED}
 _EXAMPLE = "such as 'worker_id=worker-1 and length>500'"
 MAX_DEPTH = 50
-"""Nested parts recurse; whoever needs more has made a mistake."""
+"""Most levels of nesting, because the parser is recursive. No real filter needs more."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,19 @@ class Filter:
     fields: tuple[str, ...]
 
     def accepts(self, lookup: Lookup) -> bool:
-        """Whether a record fits.
+        """Whether a record matches.
 
         Raises:
-            UserError: a number is compared with something else.
+            UserError: a number or version is compared with something else.
         """
         return self.test(lookup)
 
 
 def parse_filter(text: str) -> Filter:
-    """Read an expression.
+    """Parse an expression.
 
     Raises:
-        UserError: it is none; the text says what was expected where.
+        UserError: the text is not a filter; the message says what was expected where.
     """
     parser = _Parser(text, list(_tokens(text)))
     test = parser.expression()
@@ -82,14 +82,14 @@ def _tokens(text: str) -> Iterator[_Token]:
     while text[position:].strip():
         match = _TOKEN.match(text, position)
         if match is None or match.lastgroup is None:
-            raise UserError(f"expected a filter {_EXAMPLE}, got {text!r}: unclosed quote at {position + 1}")
+            raise UserError(f"expected a filter {_EXAMPLE}, got {text!r}: unclosed quote at character {position + 1}")
         yield _Token(match[match.lastgroup], match.lastgroup, match.start(match.lastgroup))
         position = match.end()
 
 
 @dataclass
 class _Parser:
-    """By recursive descent: a method for each rule of the grammar."""
+    """A recursive descent parser, with a method for each rule of the grammar."""
 
     text: str
     tokens: list[_Token]
@@ -115,7 +115,7 @@ class _Parser:
         return tests[0] if len(tests) == 1 else lambda lookup: fold(test(lookup) for test in tests)
 
     def _negation(self) -> Test:
-        # Depth is counted here because every nesting, by "not" or by a bracket, comes through this rule.
+        # Depth is counted here, because every nesting, by "not" or by a bracket, uses this rule.
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise UserError(f"expected a filter of at most {MAX_DEPTH} levels, got a deeper one")
@@ -148,7 +148,7 @@ class _Parser:
         return _comparison(name, operator, wanted)
 
     def _word(self, wanted: str, *, quoted: bool = False) -> str:
-        # Of the four kinds of token, quoted text can only be a value: fields are words, and operators are neither.
+        # A quoted text can only be a value. A field is a word, and an operator is neither.
         if not self.tokens or not (self.tokens[0].kind == "word" or (quoted and self.tokens[0].kind != "op")):
             raise self.refusal(wanted)
         return self.tokens.pop(0).text
@@ -160,7 +160,7 @@ def _comparison(name: str, operator: str, wanted: str) -> Test:
             pattern = re.compile(wanted)
         except re.error as error:
             raise UserError(f"expected a regular expression after {name}{operator}, got {wanted!r}: {error}") from error
-        # A field that is not there matches no pattern, and so it fits ``!~`` as it fits ``!=``.
+        # A missing field matches no pattern, so it passes ``!~`` as it passes ``!=``.
         return lambda lookup: (_found(pattern, lookup(name))) == (operator == "~")
     if operator in _ORDERED:
         return lambda lookup: _in_order(name, operator, lookup(name), wanted)
@@ -174,10 +174,10 @@ def _found(pattern: re.Pattern[str], value: Any) -> bool:
 def _equals(value: Any, wanted: str) -> bool:
     if value is ABSENT:
         return False
-    # Before the numbers: a bool is an int, and would equal 1 rather than ``true``.
+    # Before numbers: a bool is an int, and would equal 1 rather than ``true``.
     if value is None or isinstance(value, bool):
         return str(value).lower() == wanted.lower()
-    # Before the lists: a version is a tuple, and would be searched for one of its two numbers.
+    # Before lists: a version is a tuple, and its two numbers would be searched for the value.
     if isinstance(value, PolicyVersion):
         return str(value) == wanted or str(value.number) == wanted
     if isinstance(value, int | float):
@@ -189,10 +189,10 @@ def _equals(value: Any, wanted: str) -> bool:
 
 
 def _in_order(name: str, operator: str, value: Any, wanted: str) -> bool:
-    # Nothing has no order: it fits neither ``<`` nor ``>=``.
+    # A missing value has no order: it passes neither ``<`` nor ``>=``.
     if value is ABSENT or value is None:
         return False
-    # Before the text: as text, version 1-9 would come after 1-10.
+    # Before text: as text, version 1-9 would come after 1-10.
     if isinstance(value, PolicyVersion):
         left, right = _versions(name, value, wanted)
         return _ordered(operator, left, right)

@@ -1,9 +1,9 @@
-"""`streamrl lag`: how far the trainer and each consumer group of the trajectories are behind.
+"""`streamrl lag`: shows the trainer's lag, and the consumer lag of each consumer group of the trajectories.
 
-Two figures, which differ where groups end out of order. The lag is what every display means by it: trajectories on the
-topic that the trainer has not finished. A group's consumer lag is Kafka's: records at or above its committed offset.
-The trainer commits, about once a second, the offset below which everything is finished; one trajectory that waits for
-the rest of its group holds it, and those behind it count until then, even if they were trained before it.
+The two differ if groups end out of order. The lag, as in every display, counts trajectories on the topic that the
+trainer has not finished. A group's consumer lag is Kafka's: it counts records at or above its committed offset. About
+once a second, the trainer commits the offset below which all trajectories are finished. A trajectory that waits for the
+rest of its group holds this offset back. Until then, all records after it count, even if they are trained already.
 """
 
 import asyncio
@@ -26,18 +26,18 @@ from streamrl.schemas.plain_text import plain_lines
 from streamrl.schemas.topics import STEPS, TRAJECTORIES, UNGRADED, Topic
 
 NEXT_WITHIN = 50
-"""Offsets in which the next record is looked for; between them may be ends of transactions."""
+"""Offsets in which the next record is searched: some of them may be transaction markers."""
 NEWEST_STEPS = 2
-"""A resumed trainer's first report has no metrics; the one before it has."""
+"""Step reports that are read. A resumed trainer's first report has no metrics, but the one before it has."""
 WIDTHS = (11, 8, 11, 11, 9, 9, 9, 10)
-"""Of the columns of a lag table."""
+"""Widths of the columns of a lag table."""
 
 
 def show_lag(connection: RunConnection, interval_s: float, *, as_json: bool) -> int:
-    """Print the lag, and that of every consumer group; the exit code.
+    """Print the trainer's lag and every consumer group's, and return the exit code.
 
     Raises:
-        UserError: no such run, or no broker.
+        UserError: there is no such run, or no broker.
     """
     lag, groups, grading = uvloop.run(_lags(connection, interval_s))
     if as_json:
@@ -45,7 +45,7 @@ def show_lag(connection: RunConnection, interval_s: float, *, as_json: bool) -> 
         print(json.dumps(found | {"grading": [lag_json(each) for each in grading]}))
     else:
         lines = [lag_line(lag), *(line for each in groups for line in lag_lines(each))]
-        # Where workers call all rewards nothing is graded, and there is nothing to say.
+        # If workers call all rewards, there are no graders and no lines.
         lines += [line for each in grading for line in ("", "waiting for graders", *lag_lines(each))]
         print(plain_lines(lines))
     return 0
@@ -54,7 +54,7 @@ def show_lag(connection: RunConnection, interval_s: float, *, as_json: bool) -> 
 async def _lags(
     connection: RunConnection, interval_s: float
 ) -> "tuple[dict[int, int], list[GroupLag], list[GroupLag]]":
-    """The trainer's lag by bucket; that of each group of the trajectories, and of the samples that are to be graded."""
+    """The trainer's lag by bucket, and the lags of the groups of the trajectories and of the ungraded samples."""
     connection = await connection.with_run()
     history, topic = BusHistory(connection.bus, CLIENT_ID), connection.name_of(TRAJECTORIES)
     state = await newest_steps(connection)
@@ -74,13 +74,13 @@ def shards_of(connection: RunConnection, partitions: int, metrics: Mapping[str, 
     """Partitions per length bucket: from the settings, else from the buckets that the trainer reported."""
     if connection.settings is not None:
         return connection.settings.loop.shards
-    # Partitions are dealt to buckets in blocks of equal size.
+    # Each bucket has a block of partitions, all of equal size.
     buckets = len(lag_by_bucket(metrics))
     return partitions // buckets if buckets and partitions % buckets == 0 else None
 
 
 async def newest_steps(connection: RunConnection) -> RunState:
-    """What the newest steps say, which is nothing if there is none."""
+    """A state from the newest step reports only; an empty one if there is none."""
     history, topic, state = BusHistory(connection.bus, CLIENT_ID), connection.name_of(STEPS), RunState(connection.run)
     state.observe_records(await newest_records(history, topic, await history.extents(topic), NEWEST_STEPS))
     return state
@@ -88,10 +88,10 @@ async def newest_steps(connection: RunConnection) -> RunState:
 
 @dataclass(frozen=True)
 class PartitionLag:
-    """One partition of the trajectories topic. ``next_offset``: below it everything is finished, as committed.
+    """One partition of a topic. ``next_offset``: the committed offset, below which all records are finished.
 
-    Rates are records a second; None: not measured. ``behind_s``: age of the oldest record not finished, in seconds.
-    ``bucket`` None: the shards are not known.
+    Rates are in records a second; None: not measured. ``behind_s``: age of the oldest unfinished record, in seconds.
+    ``bucket`` None: the number of shards is not known.
     """
 
     partition: int
@@ -110,7 +110,7 @@ class PartitionLag:
 
 @dataclass(frozen=True)
 class GroupLag:
-    """A consumer group, which is named after its run and its algorithm. None: nobody has committed an offset yet."""
+    """The lag of a consumer group. ``group`` None: no group has committed an offset yet."""
 
     group: str | None
     partitions: tuple[PartitionLag, ...]
@@ -122,7 +122,7 @@ class GroupLag:
 
     @property
     def behind_s(self) -> float | None:
-        """Of the partition that is furthest behind."""
+        """Age in seconds of the oldest unfinished record of all partitions."""
         return max((each.behind_s for each in self.partitions if each.behind_s is not None), default=None)
 
 
@@ -136,25 +136,25 @@ class _Sample:
 async def measure_lags(
     connection: RunConnection, shards: int | None, interval_s: float = 0.0, of: Topic = TRAJECTORIES
 ) -> list[GroupLag]:
-    """The lag of every group of a topic, with rates if there is an interval to measure them in.
+    """The lag of every group of a topic; with rates if ``interval_s`` is not 0.
 
     Raises:
         BusUnavailable: no broker answers.
     """
     topic = connection.name_of(of)
-    # Two samples, or one twice: without an interval there are no rates, and nothing is waited for.
+    # Two samples, or without an interval the same one twice, and no rates.
     before = await _sample(connection, topic)
     after = before
     if interval_s:
         await asyncio.sleep(interval_s)
         after = await _sample(connection, topic)
-    # Before the first commit there is no group, and still a lag: all that is held.
+    # Before the first commit there is no group, but there is a lag: all held records.
     groups: Sequence[str | None] = sorted(after.committed) or [None]
     return [GroupLag(group, await _partitions(connection, topic, group, shards, (before, after))) for group in groups]
 
 
 async def _sample(connection: RunConnection, topic: str) -> _Sample:
-    # Commits before ends: the other way round a consumer could have passed the end by the time it is asked.
+    # Commits before ends: otherwise a consumer might already have passed the end.
     committed = await committed_offsets(connection.kafka, {topic})
     extents = await BusHistory(connection.bus, CLIENT_ID).extents(topic)
     return _Sample(time.monotonic(), extents, committed)
@@ -165,17 +165,17 @@ async def _partitions(
 ) -> tuple[PartitionLag, ...]:
     before, after = samples
     then, now = (sample.committed.get(group or "", {}) for sample in samples)
-    # Who has committed nothing in a partition has yet to finish all that it holds.
+    # Without a commit in a partition, all its records are unfinished.
     wanted = {tp: now.get(tp, held.first) for tp, held in after.extents.items()}
-    # Only where something is behind, for each costs a read.
+    # Only for partitions with a lag, because each age costs a read.
     ages = await _ages(
         connection, topic, {tp: offset for tp, offset in wanted.items() if offset < after.extents[tp].end}
     )
     seconds = after.at - before.at
 
     def rate(new: int, old: int | None) -> float | None:
-        # A partition that came between the samples has no rate.
-        # A consumer that was set back to an earlier offset counts as standing still.
+        # A partition that was added between the samples has no rate.
+        # A consumer that was set back to an earlier offset has a rate of 0.
         return None if before is after or old is None else max(0, new - old) / seconds
 
     return tuple(
@@ -186,7 +186,7 @@ async def _partitions(
             end=held.end,
             produced_per_s=rate(held.end, before.extents[tp].end if tp in before.extents else None),
             consumed_per_s=rate(wanted[tp], then.get(tp)),
-            # At the end it is not behind at all; where the next record is gone, that is not known.
+            # 0 at the partition's end; None if the next record was not found.
             behind_s=ages.get(tp.partition, 0.0 if wanted[tp] >= held.end else None),
         )
         for tp, held in sorted(after.extents.items())
@@ -194,29 +194,29 @@ async def _partitions(
 
 
 async def _ages(connection: RunConnection, topic: str, offsets: Mapping[TopicPartition, int]) -> dict[int, float]:
-    """Seconds since the record at each offset, or the first one after it, was written."""
+    """Age in seconds of the record at each offset, or of the first one after it."""
     ranges = {tp.partition: Extent(offset, offset + NEXT_WITHIN) for tp, offset in offsets.items()}
     now, found = time.time(), dict[int, float]()
     async for record in BusHistory(connection.bus, CLIENT_ID).records(topic, ranges):
-        # The first at or after the offset: the offset itself may be the end of a transaction.
+        # The first record at or after the offset: the offset itself may be a transaction marker.
         found.setdefault(record.partition, max(0.0, now - record.timestamp))
     return found
 
 
 def lag_line(lag: Mapping[int, int]) -> str:
-    """The lag by length bucket."""
+    """A line with the lag, in total and by length bucket."""
     buckets = "  ".join(f"bucket {bucket}: {count:,}" for bucket, count in lag.items())
     return f"lag {sum(lag.values()):,} trajectories not finished{f'  ({buckets})' if buckets else ''}"
 
 
 def consumer_lag_text(lag: GroupLag) -> str:
-    """One group in a line."""
+    """A line with the lag of one group."""
     name = lag.group or "no consumer group has committed offsets yet"
     return f"{name}: consumer lag {lag.consumer_lag:,}, {seconds_text(lag.behind_s)} behind"
 
 
 def lag_lines(lag: GroupLag) -> Iterator[str]:
-    """One group: its sum, then a line a partition."""
+    """Lines for one group: its total, then a line per partition."""
     yield consumer_lag_text(lag)
     yield _row("partition", "bucket", "next", "end", "lag", "in/s", "out/s", "behind")
     for each in lag.partitions:
@@ -231,7 +231,7 @@ def _row(*cells: object) -> str:
 
 
 def lag_json(lag: GroupLag) -> dict[str, Any]:
-    """One group."""
+    """The lag of one group as JSON-safe data."""
     return {
         "group": lag.group,
         "consumer_lag": lag.consumer_lag,
@@ -254,10 +254,10 @@ def _partition_json(each: PartitionLag) -> dict[str, Any]:
 
 
 def figure_text(value: float | None) -> str:
-    """Three digits are enough to read."""
+    """A number with three digits, which are enough for people; ``-`` for None."""
     return "-" if value is None else f"{value:.3g}"
 
 
 def seconds_text(value: float | None) -> str:
-    """With their unit."""
+    """Seconds with their unit; ``-`` for None."""
     return "-" if value is None else f"{value:.1f} s"

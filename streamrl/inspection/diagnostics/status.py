@@ -1,7 +1,7 @@
-"""`streamrl status`: where a run stands, from the last records of its topics. Read once, quickly, however long it is.
+"""`streamrl status`: shows the state of a run, from the last records of its topics. It is quick for any run.
 
-What the records mean is decided by ``RunState``, which the displays of a running run are made of too; here is only
-how much of each topic is read, and how it is told.
+``RunState`` decides what the records mean, as in the displays of a running run. This module only decides how much of
+each topic is read, and how the state is printed.
 """
 
 import asyncio
@@ -39,17 +39,19 @@ from streamrl.schemas.topics import CONTROL, DEAD_LETTERS, EVALUATIONS, HEARTBEA
 from streamrl.settings.features import awaited, run_parts
 
 STEPS_READ, SKIPS_READ = 20, 500
-"""Enough for the rate of the last ten, and for those that a resumed trainer has undone; and for rows since the last."""
+"""Newest records that are read: enough steps for the rate of the last ten, even if a resumed trainer has undone some,
+and enough skip rows for those since the last step."""
 HEARD_WITHIN_S = 60.0
 NOT_READ = frozenset({"sampled_per_s", "weights_per_min"})
-"""Trajectories are not read, and of control messages only the last of each kind is there."""
+"""Figures that are left out: trajectories are not read, and the control topic holds only the last message of each
+subject."""
 
 
 def show_status(connection: RunConnection, *, as_json: bool) -> int:
-    """Print where the run stands; the exit code.
+    """Print the state of the run, and return the exit code.
 
     Raises:
-        UserError: no such run, or no broker.
+        UserError: there is no such run, or no broker.
     """
     status = uvloop.run(_status(connection))
     print(json.dumps(status_json(status)) if as_json else plain_lines(status_lines(status)))
@@ -62,7 +64,9 @@ async def _status(connection: RunConnection) -> "RunStatus":
 
 @dataclass(frozen=True)
 class RunStatus:
-    """``at``: when it was read, in epoch seconds. ``state`` knows the workers heard of in the minute before."""
+    """The state of a run. ``at``: the time of reading, in seconds since the epoch; ``state``: it has the workers with a
+    heartbeat in the minute before.
+    """
 
     address: str
     at: float
@@ -71,8 +75,8 @@ class RunStatus:
 
     @property
     def version(self) -> PolicyVersion:
-        """Of the newest step, or as announced when its report is no longer kept."""
-        # Versions sort by lineage first, so that weights which a crash has orphaned do not win by their step.
+        """The version of the newest step, or the announced one if the step's report is deleted."""
+        # Versions sort by lineage first, so weights that a crash has orphaned do not win by their step number.
         return max(self.state.progress.version, self.state.progress.announced)
 
     @property
@@ -82,32 +86,32 @@ class RunStatus:
 
     @property
     def figures(self) -> dict[str, Value]:
-        """As every display tells them, but for rates of what this command does not read."""
+        """The figures of every display, except those that need records which this command does not read."""
         found = live_figures(self.state, self.at) | {"step": self.step}
         return {name: value for name, value in found.items() if name not in NOT_READ}
 
     @property
     def trained_groups(self) -> int | None:
-        """Groups trained since the run began, however often the trainer was restarted: each step takes equally many."""
-        # Reports of the first steps may be deleted by now; the version counts all of them.
+        """Groups trained since the run began, also over restarts: each step takes equally many."""
+        # Reports of the first steps may be deleted, but the version's number counts all steps.
         per_step = self.state.metrics.get("ledger/groups")
         return None if per_step is None else int(per_step) * self.version.number
 
     @property
     def activity(self) -> str:
-        """What the run is doing, in a word or two."""
-        told = health(self.state, self.at)
-        return "no worker alive" if told == "running" and not self.state.living_workers(self.at) else told
+        """The run's activity in a word or two."""
+        found = health(self.state, self.at)
+        return "no worker alive" if found == "running" and not self.state.living_workers(self.at) else found
 
 
 async def read_status(connection: RunConnection) -> RunStatus:
-    """Read the ends of the topics.
+    """The state of a run, from the newest records of its topics.
 
     Raises:
         BusUnavailable: no broker answers.
     """
     history, now = BusHistory(connection.bus, CLIENT_ID), time.time()
-    # All at once: each opens a connection of its own, and one after the other their times would add up.
+    # In parallel: each opens a connection of its own, and their times would add up.
     steps, skips, beats, control, dead_letters, trajectories = await asyncio.gather(
         _newest(history, connection, STEPS, STEPS_READ),
         _newest(history, connection, SKIPS, SKIPS_READ),
@@ -118,7 +122,7 @@ async def read_status(connection: RunConnection) -> RunStatus:
     )
     if connection.settings is not None and awaited(connection.settings) is not None:
         control += [record async for record in history.records(connection.name_of(EVALUATIONS))]
-    # In the order of time, as whoever followed the run would have read them.
+    # In the order of time, as a display that followed the run would have read them.
     state = RunState(connection.run, connection.reward_weights, run_parts(connection.run))
     state.observe_records(sorted([*steps, *skips, *beats, *control], key=lambda record: record.timestamp))
     for topic in sorted(topic for part in state.parts for topic in part.warning_topics):
@@ -146,12 +150,12 @@ async def _recent_heartbeats(history: BusHistory, connection: RunConnection, now
 
 
 async def _all_control(history: BusHistory, connection: RunConnection) -> list[Record]:
-    """The topic is compacted: whatever its age, the last word on every subject is there."""
+    """All control records. The topic is compacted, so it has the last message on every subject, however old."""
     return [record async for record in history.records(connection.name_of(CONTROL))]
 
 
 def status_lines(status: RunStatus) -> Iterator[str]:
-    """The run in a dozen lines."""
+    """The state of the run in about a dozen lines."""
     state, figures = status.state, status.figures
     yield f"run       {state.run} at {status.address}: {status.activity}"
     yield f"version   {status.version}, announced {_announced(state) or 'none yet'}"
@@ -168,7 +172,7 @@ def status_lines(status: RunStatus) -> Iterator[str]:
     skipped = ", ".join(f"{count:,} {reason}" for reason, count in state.skipped.items())
     yield f"skipped   {skipped or 'none'}; {figures['dead_letters']:,} dead letters"
     speed = f"{figures['sampled_tokens_per_s']:,} tokens/s"
-    yield f"sampling  {figures['running']:,} completions at workers, {figures['waiting']:,} in line, {speed}"
+    yield f"sampling  {figures['running']:,} completions at workers, {figures['waiting']:,} waiting, {speed}"
     yield lag_line(state.lag).replace("lag ", "lag       ", 1)
     for group in status.groups:
         yield f"group     {consumer_lag_text(group)}"
@@ -176,7 +180,7 @@ def status_lines(status: RunStatus) -> Iterator[str]:
         yield from part.status_lines()
     if (warning := state.warning(status.at)) is not None:
         yield f"waiting   {warning}"
-    yield f"workers   {len(state.processes.workers)} heard of in the last minute"
+    yield f"workers   {len(state.processes.workers)} with a heartbeat in the last minute"
     for _, beat in sorted(state.processes.workers.items()):
         yield f"  {_worker(beat, status.at)}"
 
@@ -187,7 +191,7 @@ def _announced(state: RunState) -> PolicyVersion | None:
 
 def _worker(beat: Heartbeat, now: float) -> str:
     state = beat.state.value
-    # Who has said that it stops is expected to be silent.
+    # A worker that has reported its end is expected to be silent.
     if beat.state is not WorkerState.STOPPED and not is_alive(beat, now):
         state = f"silent for {max(0.0, now - beat.sent_at):.0f} s"
     return (
@@ -197,7 +201,7 @@ def _worker(beat: Heartbeat, now: float) -> str:
 
 
 def status_json(status: RunStatus) -> dict[str, Any]:
-    """The same, and all metrics of the newest step."""
+    """The state as JSON-safe data, with all metrics of the newest step."""
     state, announced = status.state, _announced(status.state)
     return {
         "run": state.run,

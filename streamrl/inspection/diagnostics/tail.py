@@ -1,6 +1,7 @@
-"""`streamrl tail`: the records of a topic from a start on, and those that come, filtered and printed line by line.
+"""`streamrl tail`: prints the records of a topic from a start on, and new ones, filtered and line by line.
 
-Invariant following_survives: what retention deletes, and a broker that goes away for a while, are told and passed over.
+Invariant following_survives_gaps_and_outages: if retention deletes records or the broker is away for a while, following
+reports it and continues.
 """
 
 import asyncio
@@ -31,19 +32,19 @@ from streamrl.schemas.topics import CATALOGUE, Topic
 
 Extents = Mapping[TopicPartition, Extent]
 OffsetsSince = Callable[[Extents, float], Awaitable[Mapping[TopicPartition, int]]]
-"""The first offsets at or after a moment, by partition."""
+"""Returns the first offsets at or after a time, by partition."""
 POLL_S = 0.5
 RETRY_S = 2.0
 MARKERS_TOO = 2
-"""Offsets per record, at first: in a transaction of one record, every second one is its end."""
+"""First guess of offsets per record: with transactions of one record, every second offset is a marker."""
 MOST_RECENT = 100_000
-"""Records that are held to be sorted by time."""
+"""Most records that are kept in memory to sort them by time."""
 DEFAULT_START = "-10"
 
 
 @dataclass(frozen=True)
 class TailRequest:
-    """What was asked for. ``start``: see ``parse_start``. ``most`` None: no limit."""
+    """The command's options. ``start``: see ``parse_start``. ``most`` None: no limit."""
 
     topic: str
     start: str = DEFAULT_START
@@ -55,10 +56,10 @@ class TailRequest:
 
 
 def tail(connection: RunConnection, request: TailRequest) -> int:
-    """Print records; the exit code, which is that of a signal if one came.
+    """Print records, and return the exit code, which is the signal's if one arrived.
 
     Raises:
-        UserError: no such run, topic or partition; a start or filter that cannot be read.
+        UserError: there is no such run, topic or partition, or the start or filter is not valid.
     """
     start, expression = (
         parse_start(request.start, time.time()),
@@ -68,8 +69,8 @@ def tail(connection: RunConnection, request: TailRequest) -> int:
         uvloop.run(_tail(connection, request, start, expression))
     except KeyboardInterrupt:
         return stopping.exit_code()
-    except BrokenPipeError:  # whoever read our output has seen enough
-        # Python flushes standard output once more as it ends, which would raise again on the closed pipe.
+    except BrokenPipeError:  # the reader of our output has closed it
+        # Python flushes standard output again on exit, which would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
@@ -83,10 +84,10 @@ async def _tail(connection: RunConnection, request: TailRequest, start: "Start",
         return await offsets_since(connection.kafka, extents, moment)
 
     partitions = frozenset(request.partitions) or None
-    following = TopicReader(connection.bus, name, since, _tell, partitions)
+    following = TopicReader(connection.bus, name, since, _print_note, partitions)
     printed = 0
     try:
-        # Closed at once when enough is printed; left alone, its subscription would stay until it is collected.
+        # Closed as soon as enough is printed. Otherwise the subscription would stay open until garbage collection.
         async with aclosing(following.records(start, follow=request.follow)) as records:
             async for record in records:
                 each = shown_record(record, topic, connection.reward_weights)
@@ -99,17 +100,17 @@ async def _tail(connection: RunConnection, request: TailRequest, start: "Start",
         raise UserError(str(error)) from error
     if not printed:
         found = "no record matches" if expression is not None else "there is no record"
-        more = "" if request.start == "beginning" else "; `--from beginning` looks at all"
-        _tell(f"{found} in {name} from {request.start} on{more}")
+        more = "" if request.start == "beginning" else "; `--from beginning` reads all records"
+        _print_note(f"{found} in {name} from {request.start} on{more}")
 
 
 async def named_topic(connection: RunConnection, name: str) -> tuple[str, Topic | None]:
-    """The full name, and the catalogue's entry if there is one.
+    """The full name of a topic, and its entry in the catalogue if there is one.
 
     Raises:
         UserError: the broker has no such topic.
     """
-    # A short name belongs to a run; a full one may be any topic of the broker.
+    # A short name is a topic of the run; a full name may be any topic of the broker.
     for topic in CATALOGUE:
         if name == topic.name:
             return (await connection.with_run()).name_of(topic), topic
@@ -128,45 +129,45 @@ def _show(each: ShownRecord, *, as_json: bool) -> None:
         return
     line = line_of(each)
     if sys.stdout.isatty():
-        # One record, one line: what would wrap is cut, and --json has all of it.
+        # One line per record: a longer line is cut, and --json has all of it.
         line = line[: shutil.get_terminal_size().columns]
     print(line, flush=True)
 
 
-def _tell(line: str) -> None:
+def _print_note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
 class Last:
-    """The newest records of the topic, so many in all."""
+    """Start with the newest ``count`` records of the whole topic."""
 
     count: int
 
 
 @dataclass(frozen=True)
 class At:
-    """An offset of every partition."""
+    """Start at this offset in every partition."""
 
     offset: int
 
 
 @dataclass(frozen=True)
 class Since:
-    """A moment, in seconds since the epoch."""
+    """Start at a time, in seconds since the epoch."""
 
     moment: float
 
 
 Start = Last | At | Since
-"""The words for it are kcat's."""
+"""Where to start. The words for it are those of kcat."""
 
 
 def parse_start(text: str, now: float) -> Start:
-    """Read a start.
+    """Parse a start.
 
     Raises:
-        UserError: it is none.
+        UserError: the text is not a start.
     """
     word = text.strip().lower()
     if word in ("beginning", "earliest"):
@@ -191,18 +192,20 @@ def parse_start(text: str, now: float) -> Start:
 
 
 async def first_offsets(start: At | Since, extents: Extents, offsets_since: OffsetsSince) -> dict[TopicPartition, int]:
-    """Where to begin in each partition, within what is held."""
+    """The offset to start at in each partition, within the held offsets."""
     if isinstance(start, At):
         wanted: Mapping[TopicPartition, int] = dict.fromkeys(extents, start.offset)
     else:
         wanted = await offsets_since(extents, start.moment)
-    # To begin at an offset that is not held would be refused, as a loss of the records before.
+    # Starting at an offset that is no longer held would be refused as a loss of records.
     return {tp: min(max(wanted.get(tp, held.end), held.first), held.end) for tp, held in extents.items()}
 
 
 @dataclass(frozen=True)
 class TopicReader:
-    """Reads one topic, whatever happens to it. Knows no message. ``partitions`` None: all. ``tell``: where notes go."""
+    """Reads one topic, also through gaps and outages, without decoding. ``partitions`` None: all; ``tell``: prints
+    notes.
+    """
 
     bus: Bus
     topic: str
@@ -212,34 +215,34 @@ class TopicReader:
     client_id: str = "streamrl-tail"
 
     async def records(self, start: Start, *, follow: bool) -> AsyncGenerator[Record, None]:
-        """What is there, oldest first as far as polls tell, then what comes if asked to follow.
+        """The existing records, roughly oldest first; with ``follow``, also new ones as they arrive.
 
         Raises:
-            TopicMissing: there is no such topic, or it has not these partitions.
-            BusUnavailable: no broker answers at the beginning.
+            TopicMissing: there is no such topic, or it does not have these partitions.
+            BusUnavailable: no broker answers at the start.
         """
         history = BusHistory(self.bus, self.client_id)
         extents = await self._extents(history)
-        # The newest of a topic are not at the same offsets in all partitions.
+        # The newest records of a topic are at different offsets in each partition.
         if isinstance(start, Last):
             for record in await newest_records(history, self.topic, extents, start.count):
                 yield record
             following = {tp: held.end for tp, held in extents.items()}
         else:
             following = await first_offsets(start, extents, self.offsets_since)
-            # Up to the ends as they are now, so that the command ends however fast records come.
+            # Only up to the current ends, so that the command ends even if new records arrive quickly.
             if not follow:
                 ranges = {tp.partition: Extent(following[tp], held.end) for tp, held in extents.items()}
                 async with aclosing(_closable(history.records(self.topic, ranges))) as held_records:
                     async for record in held_records:
                         yield record
         while follow:
-            async with aclosing(self._coming(following)) as coming:
-                async for record in coming:
-                    # Where the next subscription begins, should this one end here.
+            async with aclosing(self._new_records(following)) as new:
+                async for record in new:
+                    # If this subscription fails, the next one starts here.
                     following[TopicPartition(record.topic, record.partition)] = record.offset + 1
                     yield record
-            # Something was passed over: the subscription begins anew behind it.
+            # After a gap or an outage, a new subscription starts after it.
             await asyncio.sleep(RETRY_S)
 
     async def _extents(self, history: BusHistory) -> Extents:
@@ -249,13 +252,13 @@ class TopicReader:
         }
         if not chosen:
             if not extents:
-                raise TopicMissing(f"expected topic {self.topic}, got none")
+                raise TopicMissing(f"expected topic {self.topic}, found none")
             given = ", ".join(map(str, sorted(self.partitions or ())))
             raise TopicMissing(f"expected a partition from 0 to {len(extents) - 1} of topic {self.topic}, got {given}")
         return chosen
 
-    async def _coming(self, positions: dict[TopicPartition, int]) -> AsyncGenerator[Record, None]:
-        """What comes behind the positions, until something has to be begun anew."""
+    async def _new_records(self, positions: dict[TopicPartition, int]) -> AsyncGenerator[Record, None]:
+        """New records from the positions on, until a gap or an outage ends the subscription."""
         try:
             subscription = await self.bus.subscribe(
                 [self.topic],
@@ -268,7 +271,7 @@ class TopicReader:
             return
         try:
             while True:
-                # By time within a poll; across polls as they come, for nobody would wait longer for order.
+                # Sorted by time within a poll. Across polls, records are not held back to sort them.
                 for record in sorted(await subscription.poll(timeout_s=POLL_S), key=lambda each: each.timestamp):
                     yield record
         except (DataLossRefused, BusUnavailable) as error:
@@ -282,22 +285,21 @@ class TopicReader:
             return
         for topic, partition, first, end in error.holes:
             tp = TopicPartition(topic, partition)
-            # Offsets begin at zero again only if the topic was made anew.
+            # Offsets start at zero again only if the topic was recreated.
             recreated = positions.get(tp, 0) > first
             positions[tp] = 0 if recreated else end
-            self.tell(
-                f"{topic}[{partition}]: " + ("it begins anew" if recreated else f"{first} to {end - 1} were deleted")
-            )
+            event = "it was recreated, reading from its start" if recreated else f"{first} to {end - 1} were deleted"
+            self.tell(f"{topic}[{partition}]: {event}")
 
 
 def _closable(records: AsyncIterator[Record]) -> AsyncGenerator[Record, None]:
-    assert isinstance(records, AsyncGenerator), "written as a generator"
+    assert isinstance(records, AsyncGenerator), "histories implement it as a generator"
     return records
 
 
 async def newest_records(history: BusHistory, topic: str, extents: Extents, count: int) -> list[Record]:
-    """The newest records by time; reads further back until there are enough, or no more."""
-    # Reading begins near the end and goes back by larger spans: offsets are not records.
+    """The newest ``count`` records by time, or all if there are fewer."""
+    # Read from near the end, and further back until there are enough: some offsets have no record.
     span = MARKERS_TOO * count
     while count:
         ranges = {tp.partition: Extent(max(held.first, held.end - span), held.end) for tp, held in extents.items()}
@@ -319,7 +321,7 @@ class _Newest:
         self.held: list[tuple[float, int, int, Record]] = []
 
     def add(self, record: Record) -> None:
-        # Partition and offset decide between equal times; records themselves have no order.
+        # Partition and offset decide between equal times, because records have no order.
         item = (record.timestamp, record.partition, record.offset, record)
         if len(self.held) < self._count:
             heapq.heappush(self.held, item)

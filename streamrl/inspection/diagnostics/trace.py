@@ -1,4 +1,4 @@
-"""`streamrl trace`: prints what became of a trajectory or a group, from the span files of its run."""
+"""`streamrl trace`: prints the trace of a trajectory, a group or a request, from the span files of its run."""
 
 import json
 from collections.abc import Sequence
@@ -33,14 +33,14 @@ SHOWN = (
     "messaging.destination.partition.id",
     "messaging.kafka.offset",
 )
-"""Attributes that stand in a line, besides rewards; ``--json`` has all of them."""
+"""Attributes that a line shows, in addition to rewards. ``--json`` has all of them."""
 
 
 def show_trace(name: str, where: Path | None, *, as_json: bool) -> None:
-    """Print the trace of a trajectory, a group or a request, or the one with this id.
+    """Print the trace of a trajectory, a group or a request, or the trace with this id.
 
     Raises:
-        UserError: the run has no traces, or none of this name.
+        UserError: the run has no traces, or none with this name.
     """
     folder = _folder(where)
     spans, steps = find(folder, name)
@@ -54,20 +54,20 @@ def show_trace(name: str, where: Path | None, *, as_json: bool) -> None:
 
 
 def find(folder: Path, name: str) -> tuple[list[ExportedSpan], list[list[ExportedSpan]]]:
-    """The spans of the trace, oldest first, and those of each step that it went into.
+    """The spans of the trace, oldest first, and the spans of each step that trained it.
 
     Raises:
         UserError: there is no such trace.
     """
-    # As it stands in a line of JSON: with its quotes it is not found within longer names.
+    # The name as JSON: with its quotes, it does not match within longer names.
     quoted = json.dumps(name)
     named = [span for span in spans_with(folder, quoted) if name in map(span.attributes.get, (TRAJECTORY, GROUP, CALL))]
     trace = max(named, key=lambda span: span.start_ns).trace if named else name
     spans = spans_of_trajectory(_of(folder, trace), name)
     if not spans:
         raise UserError(
-            f"expected a trajectory, a group, a request or a trace id that is in {folder}, got {name!r}: names are "
-            "such as chain_sum/0/0/3; with telemetry.sample_ratio below 1 not every group is traced"
+            f"expected a trajectory, a group, a request or a trace id in {folder}, got {name!r}; an example of a name "
+            "is chain_sum/0/0/3; with telemetry.sample_ratio below 1 not every group is traced"
         )
     return spans, [_of(folder, step) for step in linked_traces(spans)]
 
@@ -84,20 +84,20 @@ def _folder(where: Path | None) -> Path:
         written = sorted(RUNS.glob("*/traces"), key=lambda path: path.stat().st_mtime)
         folder = written[-1] if written else RUNS / "<name>" / "traces"
     if not any(folder.glob("*.jsonl")):
-        raise UserError(f'expected span files in {folder}, got none: set telemetry.traces = "file" before the run')
+        raise UserError(f'expected span files in {folder}, found none: set telemetry.traces = "file" before the run')
     return folder
 
 
 def _line(node: SpanNode, origin_ns: int) -> str:
     span = node.span
     name = f"{'  ' * node.depth}{span.name}"
-    began = f"{(span.start_ns - origin_ns) / 1e9:+.3f} s"
-    spent = f"{span.duration_s * 1000:.1f} ms" if span.duration_s < 1 else f"{span.duration_s:.2f} s"
-    told = "  ".join(_told(span))
-    return f"{name:<{NAME_WIDTH}} {began:>12} {spent:>10}  {span.process:<{PROCESS_WIDTH}} {told}".rstrip()
+    start = f"{(span.start_ns - origin_ns) / 1e9:+.3f} s"
+    duration = f"{span.duration_s * 1000:.1f} ms" if span.duration_s < 1 else f"{span.duration_s:.2f} s"
+    details = "  ".join(_details(span))
+    return f"{name:<{NAME_WIDTH}} {start:>12} {duration:>10}  {span.process:<{PROCESS_WIDTH}} {details}".rstrip()
 
 
-def _told(span: ExportedSpan) -> Sequence[str]:
+def _details(span: ExportedSpan) -> Sequence[str]:
     shown = {key: span.attributes[key] for key in SHOWN if key in span.attributes}
     shown |= {key: value for key, value in span.attributes.items() if key.startswith("streamrl.reward.")}
     found = [f"{_short(key)}={_text(value)}" for key, value in shown.items()]

@@ -57,7 +57,7 @@ class _Contradicted(Exception):
 
 @dataclass(frozen=True)
 class TrajectoryRecord:
-    """A record of the trajectory. ``fate`` in the surviving lineages: trained, skipped, pending, left over, elsewhere."""
+    """A record of the trajectory. ``fate``, by surviving lineages: trained, skipped, pending, left over, elsewhere."""
 
     partition: int
     offset: int

@@ -1,7 +1,7 @@
-"""What a report draws, as data: curves over steps, a track of intervals for each process, and shares of the time.
+"""Data of a report's charts: curves over steps, a track of intervals per process, and shares of the time.
 
-Lines name their run, whose steps and seconds they share; tracks are in milliseconds since the run began. Invariant
-the_page_stays_small: a line has at most ``POINTS`` points, however long the run; each is a mean then.
+Lines name their run, and share its steps and seconds. Tracks are in milliseconds since the run's start. Invariant
+the_page_stays_small: a line has at most ``POINTS`` points for a run of any length. In a long run each is a mean.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,9 +15,9 @@ POINTS = 600
 
 
 class Curve(NamedTuple):
-    """``keys``: metrics, with the words for them; when runs are compared, the first one only is drawn.
+    """A chart. ``keys``: metrics and their labels. If runs are compared, only the first metric is drawn.
 
-    A key that ends with ``*`` stands for all metrics that begin so.
+    A ``*`` in a key matches any text, so the key stands for several metrics.
     """
 
     title: str
@@ -42,7 +42,7 @@ CURVES: tuple[tuple[str, tuple[Curve, ...]], ...] = (
                 ),
             ),
             Curve("Share cut at the length limit", "share", (("completions/clipped_ratio", "cut"),)),
-            Curve("Groups without advantage", "share", (("frac_reward_zero_std", "all rewards alike"),)),
+            Curve("Groups without advantage", "share", (("frac_reward_zero_std", "all rewards equal"),)),
         ),
     ),
     (
@@ -68,7 +68,7 @@ CURVES: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(
                 "Preferences",
                 "",
-                (("preference/accuracy", "share of pairs the right way round"), ("preference/margin", "margin")),
+                (("preference/accuracy", "share of pairs in the right order"), ("preference/margin", "margin")),
             ),
             Curve("KL to the teacher", "nats a token", (("distillation/reverse_kl", "policy against teacher"),)),
             Curve("Masked importance weights", "share", (("sampling/masked_ratio", "of tokens"),)),
@@ -77,7 +77,7 @@ CURVES: tuple[tuple[str, tuple[Curve, ...]], ...] = (
     (
         "The stream",
         (
-            Curve("Staleness", "optimizer steps", (("off_policy/mean", "mean"), ("off_policy/max", "most"))),
+            Curve("Staleness", "optimizer steps", (("off_policy/mean", "mean"), ("off_policy/max", "max"))),
             Curve("Lag", "trajectories not finished", (("report/lag", "all buckets"),)),
             Curve("Lag by length bucket", "trajectories not finished", ((f"{LAG_PREFIX}*", "bucket "),)),
             Curve(
@@ -100,13 +100,13 @@ CURVES: tuple[tuple[str, tuple[Curve, ...]], ...] = (
     ),
 )
 ONLY_COMPARED = frozenset({"Trainer waiting", "Lag"})
-"""Said by other curves when there is one run."""
+"""Curves whose data other curves show if there is only one run."""
 
 
 def axes(rows: StepTable) -> dict[str, Any]:
-    """The horizontal axes of a run: steps, and seconds since its first step began."""
+    """The horizontal axes of a run: steps, and seconds since the start of its first step."""
     stride = _stride(rows)
-    # A point stands at the last step of its stride, and at that step's end.
+    # A point is at the last step of its stride, and at that step's end.
     return {
         "step": [rows.steps[min(at + stride, len(rows.steps)) - 1] for at in range(0, len(rows.steps), stride)],
         "time": [short(rows.times[min(at + stride, len(rows.times)) - 1]) for at in range(0, len(rows.times), stride)],
@@ -115,7 +115,7 @@ def axes(rows: StepTable) -> dict[str, Any]:
 
 
 def curves(all_rows: Sequence[StepTable]) -> list[dict[str, Any]]:
-    """Groups of curves that have data: of one run with all their lines, of several one line a run."""
+    """Groups of curves that have data: with all their lines for one run, with one line per run for several."""
     groups = []
     for title, wanted in CURVES:
         drawn = [curve for each in wanted if (curve := _drawn(each, all_rows)) is not None]
@@ -136,11 +136,11 @@ def _drawn(curve: Curve, all_rows: Sequence[StepTable]) -> dict[str, Any] | None
 
 
 def _evaluations(all_rows: Sequence[StepTable]) -> list[dict[str, Any]]:
-    """pass@k of held-out prompts, over the steps whose weights were evaluated; of several runs pass@1."""
+    """pass@k on held-out prompts, over the steps whose weights were evaluated; only pass@1 for several runs."""
     lines = []
     for number, rows in enumerate(all_rows):
-        told = sorted({key for _, metrics in rows.evaluations for key in metrics if "/pass@" in key})
-        for key in told if len(all_rows) == 1 else [key for key in told if key == OVERALL]:
+        keys = sorted({key for _, metrics in rows.evaluations for key in metrics if "/pass@" in key})
+        for key in keys if len(all_rows) == 1 else [key for key in keys if key == OVERALL]:
             known = [(step, short(metrics[key])) for step, metrics in rows.evaluations if key in metrics]
             name, x, y = key.removeprefix("eval/"), [step for step, _ in known], [value for _, value in known]
             lines.append({"run": number, "name": name, "at": x, "y": y})
@@ -154,12 +154,12 @@ def _all_lines(curve: Curve, rows: StepTable) -> list[dict[str, Any]]:
         if not star:
             names[key] = word
             continue
-        # As in rewards/*/mean: what the star stands for names the line.
+        # In rewards/*/mean, for example, the text that the star matches names the line.
         for found in rows.keys(before):
             if found.endswith(after):
                 names[found] = word + found.removeprefix(before).removesuffix(after)
     lines = [line for key, name in names.items() if (line := _line(rows, key, 0, name)) is not None]
-    # A line of zeros beside others says nothing; alone it says that nothing happened.
+    # A line of zeros is dropped if there are others. Alone it shows that nothing happened.
     return [line for line in lines if len(lines) < 2 or any(line["y"])]
 
 
@@ -170,8 +170,8 @@ def _line(rows: StepTable, key: str, run: int, name: str) -> dict[str, Any] | No
 
 
 def _stride(rows: StepTable) -> int:
-    # Rounded up, so that there are never more points than that.
-    return -(-len(rows.steps) // POINTS) or 1  # without any step too: ``range`` refuses a stride of 0
+    # Rounded up, so that there are never more than ``POINTS`` points.
+    return -(-len(rows.steps) // POINTS) or 1  # at least 1, because ``range`` refuses a step of 0
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -180,17 +180,17 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def short(value: float) -> float:
-    """Five digits are enough to draw."""
+    """The value rounded to five digits, which are enough to draw."""
     return float(f"{value:.5g}")
 
 
 def order_over_time(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Over wall-clock, how much of the longest was predicted longest, and what stayed below the upper estimates."""
+    """Curves over wall-clock: the recall of the longest completions, and the share below the upper estimates."""
     recall: list[dict[str, Any]] = []
     coverage: list[dict[str, Any]] = []
     for number, record in enumerate(records):
         lengths = record.facts.topics.lengths if record.facts.topics else None
-        if lengths is None or len(lengths.windows) < 2:  # one window is a point, and no course over time
+        if lengths is None or len(lengths.windows) < 2:  # one window is a point, not a curve
             continue
         at = [short(max(0.0, when - record.rows.began)) for when, _, _ in lengths.windows]
         for lines, name, values in (
@@ -206,7 +206,7 @@ def order_over_time(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 
 MOST = 6000
-"""Intervals of a track; of more, what took most of each small piece of time is drawn."""
+"""Most intervals of a track. If there are more, time is cut into small pieces, each drawn as its most frequent kind."""
 KINDS = {
     "wait_for_batch": "wait",
     "forward_backward": "train",
@@ -218,12 +218,12 @@ KINDS = {
 }
 OTHER = "other"
 WORKERS = 32
-"""Of a run that are drawn, by name."""
+"""Most workers of a run that are drawn, in the order of their names."""
 DrawnInterval = tuple[int, int, str]
 
 
 def timeline(record: RunRecord) -> dict[str, Any]:
-    """The trainer's track and each worker's; empty if there is nothing to draw. ``end`` in milliseconds."""
+    """The tracks of the trainer and of each worker; empty if there is nothing to draw. ``end`` is in milliseconds."""
     rows, topics = record.rows, record.facts.topics
     workers = topics.workers if topics else {}
     tracks = [_trainer_track(rows)] if rows.spans else []
@@ -234,7 +234,7 @@ def timeline(record: RunRecord) -> dict[str, Any]:
 
 
 def shares(record: RunRecord) -> list[dict[str, Any]]:
-    """For each process, which share of the time between the first step's begin and the last one's end it did what."""
+    """Each process's shares of the time by kind, from the start of the first step to the end of the last."""
     rows, topics = record.rows, record.facts.topics
     if not rows.seconds:
         return []
@@ -250,16 +250,16 @@ def shares(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def _from_metrics(rows: StepTable) -> list[TrainerSpan]:
-    """Where a trainer told no spans: their lengths."""
+    """Spans from a trainer's metrics, which only have their lengths. Used if it recorded no spans."""
     return [TrainerSpan(name, 0.0, seconds) for name in KINDS if (seconds := rows.total(f"time/{name}")) > 0]
 
 
 def _parts(taken: dict[str, float], whole: float, rest: str) -> list[tuple[str, float]]:
     order = ("generate", "train", "optimizer", "publish", "checkpoint", OTHER, "wait")
-    # What no phase tells.
+    # The time outside all phases.
     left = whole - sum(taken.values())
     taken = taken | {rest: taken.get(rest, 0.0) + max(0.0, left)}
-    # Not ``whole``: phases that overlap, or of steps that were undone, add up to more than that.
+    # Not ``whole``: overlapping phases and phases of undone steps add up to more.
     total = sum(taken.values())
     return [(kind, round(taken[kind] / total, 4)) for kind in order if taken.get(kind, 0.0) / total >= 0.0005]
 
@@ -280,7 +280,7 @@ def _interval(span: TrainerSpan, kind: str, began: float) -> DrawnInterval:
 
 
 def _by_kind(intervals: Iterable[DrawnInterval]) -> dict[str, list[int]]:
-    """Start, length, start, length ... of each kind."""
+    """By kind: start, length, start, length ..."""
     found: dict[str, list[int]] = {}
     for start, end, kind in intervals:
         if end > start:
@@ -292,23 +292,23 @@ def _few(intervals: Sequence[DrawnInterval]) -> Sequence[DrawnInterval]:
     if len(intervals) <= MOST:
         return intervals
     first, last = intervals[0][0], max(end for _, end, _ in intervals)
-    # Two intervals for a piece at the most, so half as many pieces.
+    # A piece becomes two intervals at most, so there are half as many pieces.
     piece = max(1.0, (last - first) / (MOST // 2))
-    # Milliseconds by piece and kind; an interval counts in every piece that it reaches into.
+    # Milliseconds by piece and kind. An interval counts in every piece that it overlaps.
     taken: dict[int, dict[str, float]] = {}
     for start, end, kind in intervals:
         at = float(start)
         while at < end:
             number = int((at - first) / piece)
             until = min(float(end), first + (number + 1) * piece)
-            # Rounding may put the end of a piece where we stand; then the next one is taken.
+            # Rounding may put the end of a piece at or before ``at``. Then use the end of the next piece.
             until = until if until > at else at + piece
             here = taken.setdefault(number, {})
             here[kind] = here.get(kind, 0.0) + until - at
             at = until
     found: list[DrawnInterval] = []
     for number, here in sorted(taken.items()):
-        # What took most of it stands for the piece.
+        # The kind with the most time represents the piece.
         kind = max(here, key=lambda each: here[each])
         start, end = round(first + number * piece), round(first + (number + 1) * piece)
         if found and found[-1][2] == kind and found[-1][1] >= start:

@@ -1,4 +1,7 @@
-"""`streamrl report`: writes a run's page again, or one page that compares runs. Starts nothing unless asked to."""
+"""`streamrl report`: writes a run's page again, or one page that compares runs.
+
+It reads topics, and may start a broker for that, only with --from-topics or --export.
+"""
 
 import asyncio
 import json
@@ -27,7 +30,7 @@ from streamrl.settings.run_directory import RunDirectory
 
 COMPARISON = Path("comparison.html")
 WIDTH = 160
-"""Columns of the table where there is no terminal to ask."""
+"""Characters in a line of the table where standard output is not a terminal."""
 
 
 def report(
@@ -42,14 +45,14 @@ def report(
     """Write the page, or print the figures as JSON (both if ``out`` is named). The exit code is 0.
 
     Raises:
-        UserError: a run is not there, took no step, or the page cannot be written.
+        UserError: there is no such run, it has no step, or the page cannot be written.
     """
-    # A command line's "nan" and "inf" are numbers to Python, and no reward ever reaches them.
+    # Python accepts "nan" and "inf" as numbers, but no reward can reach them.
     if level is not None and not math.isfinite(level):
         raise UserError(f"expected a number after --reward, got {level}")
     if export is not None and len(paths) > 1:
-        raise UserError(f"expected one run with --export, whose topics it holds, got {len(paths)} runs")
-    # All are found and named before the first one's topics are read, which takes long: a wrong name ends it at once.
+        raise UserError(f"expected one run with --export, which holds one run's topics, got {len(paths)} runs")
+    # Find all runs before reading topics, which takes long: a wrong name must fail at once.
     directories = find_runs(paths)
     names = names_of([directory.path for directory in directories])
     if from_topics or export is not None:
@@ -63,16 +66,16 @@ def report(
     if out is not None or not as_json:
         target = out or (directories[0].report if len(records) == 1 else COMPARISON)
         _write(target, records, level)
-        # Beside JSON, standard output is the JSON alone.
+        # With JSON, standard output has only the JSON.
         print(f"report: {target}", file=sys.stderr if as_json else sys.stdout)
     return 0
 
 
 def compared(paths: Sequence[Path], level: float | None = None, out: Path | None = None) -> dict[str, Any]:
-    """``as_data`` of runs, and the page if ``out`` is named.
+    """``as_data`` of these runs. Also writes the page if ``out`` is named.
 
     Raises:
-        UserError: a run is not there, took no step, or the page cannot be written.
+        UserError: there is no such run, it has no step, or the page cannot be written.
     """
     directories = find_runs(paths)
     records = _records_of(directories, names_of([directory.path for directory in directories]))
@@ -84,7 +87,7 @@ def compared(paths: Sequence[Path], level: float | None = None, out: Path | None
 def as_data(records: Sequence[RunRecord], level: float | None = None) -> dict[str, Any]:
     """Figures of each run, their differences on paired prompts, and the settings that differ, as plain data.
 
-    Shares are 0 to 1, times in seconds.
+    Shares are from 0 to 1, times in seconds.
     """
     level = level_for(records, level)
     rows = figure_rows([figures_of(record, level) for record in records])
@@ -100,7 +103,7 @@ def as_data(records: Sequence[RunRecord], level: float | None = None) -> dict[st
 
 
 def print_comparison(records: Sequence[RunRecord], level: float | None = None) -> None:
-    """The figures of several runs side by side, the best of a row in bold; what is sure of it below."""
+    """Print the figures of several runs side by side, the best of each row in bold, then the paired differences."""
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for record in records:
@@ -119,7 +122,7 @@ def _records_of(directories: Sequence[RunDirectory], names: Sequence[str]) -> li
     records = [read_record(directory, name) for directory, name in zip(directories, names, strict=True)]
     for record in records:
         if not record.rows.steps:
-            raise UserError(f"expected at least one whole step in {record.path}/metrics.jsonl, got none")
+            raise UserError(f"expected at least one complete step in {record.path}/metrics.jsonl, found none")
     return records
 
 
@@ -131,7 +134,7 @@ def _write(target: Path, records: Sequence[RunRecord], level: float | None) -> N
 
 
 def _gather_again(directory: RunDirectory, export: Path | None) -> None:
-    """Read the run's topics once more and keep what they tell; the environment and samples of its end stay."""
+    """Read the run's topics again and save the result. The saved environment and evaluation samples are kept."""
     run = open_run(directory.path)
     known = read_record(directory, run.name).facts
     with (
@@ -140,7 +143,7 @@ def _gather_again(directory: RunDirectory, export: Path | None) -> None:
     ):
         topics = asyncio.run(_gathered(history, run))
     if topics is None:
-        raise UserError(f"expected trajectories of run {run.name} on its topics, got none")
+        raise UserError(f"expected trajectories of run {run.name} on its topics, found none")
     write_facts(directory.gathered, known.model_copy(update={"topics": topics}))
 
 
@@ -148,16 +151,16 @@ async def _gathered(history: History, run: PastRun) -> TopicDigest | None:
     try:
         return await gather_topics(history, run.name, run.directory.logs, run.settings.rewards.weight_by_name)
     finally:
-        await history.close()  # within the loop to which its connections belong
+        await history.close()  # within the event loop that its connections belong to
 
 
 def find_runs(paths: Sequence[Path]) -> list[RunDirectory]:
-    """The runs of all paths. A run is known by its settings or its metrics; a report needs the latter.
+    """The runs at these paths. A run has settings or metrics; a report needs the metrics.
 
     Raises:
-        UserError: one or more are no runs, or took no step yet; each is named.
+        UserError: some paths are no runs, or their runs have no step yet. The message names each.
     """
-    # Collected, so that of several wrong paths the first does not hide the others.
+    # Problems are collected, so that the message names all wrong paths.
     found, problems = [], []
     for path in paths:
         try:
@@ -173,10 +176,10 @@ def find_run(path: Path) -> RunDirectory:
     """A run by its directory, its name under ``runs/``, or a file in its directory.
 
     Raises:
-        UserError: there is no such run, or it took no step yet.
+        UserError: there is no such run, or it has no step yet.
     """
     given = path.parent if path.is_file() else path
-    # A directory that is there is meant as such, also where a run has the same name.
+    # An existing directory is preferred to a run of the same name.
     candidates = [given] if given.is_dir() else [RUNS / given]
     for candidate in map(RunDirectory, candidates):
         if candidate.metrics.is_file():
@@ -184,7 +187,7 @@ def find_run(path: Path) -> RunDirectory:
         if candidate.config.is_file():
             raise UserError(
                 f"expected {candidate.metrics.name} in {candidate.path}, which the trainer writes with its first step, "
-                "got none yet; `streamrl status` says where a run stands"
+                "found none yet; `streamrl status` shows the run's state"
             )
     if given.is_dir():
         name = RunDirectory(given).config.name
@@ -193,8 +196,8 @@ def find_run(path: Path) -> RunDirectory:
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """Last parts of the paths; where these are alike, as many more as it takes to tell them apart."""
-    # ``abspath`` rather than ``resolve``: a link keeps the name by which its run is known.
+    """Last parts of the paths; if these are not unique, as many more parts as needed."""
+    # ``abspath`` rather than ``resolve``: a link's own name is the run's name.
     parts = [Path(os.path.abspath(path)).parts for path in paths]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-depth:]) for each in parts]

@@ -1,4 +1,4 @@
-"""A run in final figures, computed alike for every run, so that runs can be set side by side."""
+"""Computes the final figures of a run, in the same way for every run, so that runs can be compared."""
 
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
@@ -12,7 +12,7 @@ Value = float | int | str | None
 
 
 class Figure(NamedTuple):
-    """``better``: 1 if more is better, -1 if less, 0 if neither."""
+    """One figure of a run. ``better``: 1 if more is better, -1 if less is better, 0 if neither."""
 
     key: str
     label: str
@@ -24,7 +24,7 @@ class Figure(NamedTuple):
 def figures_of(record: RunRecord, level: float | None = None) -> list[Figure]:
     """Figures of a run; with ``level``, also when the reward reached it. Rates are over the sum of step times."""
     rows = record.rows
-    # Over the time of steps rather than wall-clock: pauses between two starts are not the trainer's.
+    # Over the time of steps rather than wall-clock: pauses between two starts of the trainer do not count.
     stepping, trained = rows.total("time/step"), rows.total("ledger/trained")
     rewards = rows.known("reward")
     staleness = _weighted(rows, "off_policy/mean")
@@ -52,7 +52,7 @@ def figures_of(record: RunRecord, level: float | None = None) -> list[Figure]:
         Figure("entropy", "entropy, last steps (nats a token)", _mean(rows.known("entropy")[-ENDS:])),
         Figure("mean_length", "completion length, last steps", _mean(rows.known("completions/mean_length")[-ENDS:])),
         Figure("staleness_mean", "staleness, mean (steps)", staleness),
-        Figure("staleness_max", "staleness, most (steps)", max(rows.known("off_policy/max"), default=None)),
+        Figure("staleness_max", "staleness, max (steps)", max(rows.known("off_policy/max"), default=None)),
         Figure(
             "trainer_wait_share", "trainer waiting", _ratio(rows.total("time/wait_for_batch"), stepping), "share", -1
         ),
@@ -65,18 +65,18 @@ def figures_of(record: RunRecord, level: float | None = None) -> list[Figure]:
 
 
 def common_level(all_rows: Iterable[StepTable]) -> float | None:
-    """The highest reward that every run reached as a mean over some steps; none if a run tells no reward."""
+    """The highest reward that every run reached as a mean over ``ENDS`` steps; None if a run has no reward."""
     bests = [max(_smoothed(rows), default=None) for rows in all_rows]
     known = [best for best in bests if best is not None]
-    # A run that tells no reward could never reach any.
+    # A run without rewards could never reach any level.
     return min(known) if known and len(known) == len(bests) else None
 
 
 def reached(rows: StepTable, level: float) -> tuple[int, float] | None:
-    """Step and seconds after which the mean reward of the last steps was at the level; none if it never was."""
+    """Step and seconds at which the mean reward of the last ``ENDS`` steps first reached the level; None if never."""
     places = [index for index, row in enumerate(rows.metrics) if "reward" in row]
     for index, value in zip(places[ENDS - 1 :], _smoothed(rows), strict=True):
-        # The level is such a mean itself: it must be reached by the run that it comes from.
+        # With a tolerance: the level may be a mean of this very run, which must reach it.
         if value >= level - 1e-9:
             return rows.steps[index], rows.times[index]
     return None
@@ -99,7 +99,7 @@ def _reaching(rows: StepTable, level: float | None) -> list[Figure]:
 
 
 def _tokens_to(rows: StepTable, found: tuple[int, float] | None) -> int | str | None:
-    """Completion tokens of the steps until then: what reaching it has cost."""
+    """Completion tokens of the steps until the level was reached."""
     if found is None:
         return "never"
     spent = [
@@ -111,7 +111,7 @@ def _tokens_to(rows: StepTable, found: tuple[int, float] | None) -> int | str | 
 
 
 def _evaluated(record: RunRecord) -> list[Figure]:
-    """Held-out metrics, which have the moment at the end of their name."""
+    """Held-out metrics of the summary, whose names end with the moment."""
     found = []
     for moment, better in (("before", 0), ("after", 1)):
         for key, value in record.summary.items():
@@ -122,13 +122,13 @@ def _evaluated(record: RunRecord) -> list[Figure]:
 
 
 def _held_out(record: RunRecord) -> list[Figure]:
-    """pass@1 of held-out prompts at the first and at the last weights that were evaluated during the run."""
-    told = [metrics[OVERALL] for _, metrics in record.rows.evaluations if OVERALL in metrics]
-    if not told:
+    """pass@1 on held-out prompts, at the first and the last weights that were evaluated during the run."""
+    values = [metrics[OVERALL] for _, metrics in record.rows.evaluations if OVERALL in metrics]
+    if not values:
         return []
     return [
-        Figure("pass_at_1_first", "pass@1 (held out), first weights", told[0], "value"),
-        Figure("pass_at_1_last", "pass@1 (held out), last weights", told[-1], "value", 1),
+        Figure("pass_at_1_first", "pass@1 (held out), first weights", values[0], "value"),
+        Figure("pass_at_1_last", "pass@1 (held out), last weights", values[-1], "value", 1),
     ]
 
 
@@ -171,7 +171,7 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _weighted(rows: StepTable, key: str) -> float | None:
-    """Mean over trained trajectories."""
+    """Mean of a metric over trained trajectories."""
     pairs = [(row[key], row.get("ledger/trained", 1.0)) for row in rows.metrics if key in row]
     weight = sum(count for _, count in pairs)
     return sum(value * count for value, count in pairs) / weight if weight else None

@@ -1,6 +1,6 @@
-"""What a report tells of a run's topics: read once, at its end. Takes no part in the run.
+"""Gathers a report's data from a run's topics, once, at its end. Joins no group and commits no offset.
 
-Invariant it_reads_no_more_than_it_may: however long the run, a fixed number of records, the newest.
+Invariant a_fixed_number_of_records_is_read: for a run of any length, only a fixed number of the newest records is read.
 """
 
 import re
@@ -27,24 +27,24 @@ from streamrl.schemas.topics import HEARTBEATS, STEPS, TRAJECTORIES, WORK_ORDERS
 from streamrl.schemas.trajectories import Trajectory, WorkOrder
 
 MOST = {TRAJECTORIES: 60_000, WORK_ORDERS: 20_000, STEPS: 2000, HEARTBEATS: 20_000}
-"""Records of a topic that are read: some seconds of reading, of any run."""
+"""Most records read from each topic, which takes some seconds for any run."""
 MOST_GROUPS = 4096
-"""Whose rewards are kept: what a report of several runs compares."""
+"""Most groups whose rewards are kept, to compare runs."""
 SAMPLES = 12
 LONGEST_TEXT = 4000
-"""Characters of a prompt or a completion."""
+"""Most characters kept of a prompt or completion."""
 MOST_INTERVALS = 2000
-"""Kept of a worker: about one for each pixel of a wide screen."""
+"""Most intervals kept of a worker: about one per pixel of a wide screen."""
 WINDOWS = 16
 LEAST = 64
-"""Completions of a window at least: the longest fifth of fewer says little."""
+"""Fewest completions in a window: the longest fifth of fewer would mean little."""
 _ADOPTED = re.compile(r'^timestamp=(\S+) .*event="weights adopted" version=((?:[^\s/]+/)?\d+-\d+)\b')
 
 
 async def gather_topics(
     history: History, run: str, logs: Path, reward_weights: Mapping[str, float]
 ) -> TopicDigest | None:
-    """None if the topics hold no trajectory. ``logs``: where the workers' log files are, if they are there.
+    """A summary of the topics; None if they hold no trajectory. ``logs``: folder of the workers' log files, if any.
 
     Raises:
         BusError: see ``History``.
@@ -54,7 +54,7 @@ async def gather_topics(
     summaries = [summary async for record in newest if (summary := summary_of(record, reward_weights))]
     if not summaries:
         return None
-    # First and last are by the end of a completion, not by where it stands.
+    # First and last are by the completion's end, not by its offset.
     summaries.sort(key=lambda summary: summary.finished_at)
     upper = await _upper_estimates(history, run)
     estimated = [Estimated(s.finished_at, s.predicted, s.length, upper.get(s.group_id)) for s in summaries]
@@ -66,16 +66,16 @@ async def gather_topics(
         staleness=await _staleness(history, run, summaries),
         rewards=rewards_by_group(summaries),
         first=await _samples(history, run, _one_a_group(summaries)),
-        # Picked from the end, and put back into the order of time.
+        # Chosen from the end, then put back into the order of time.
         last=await _samples(history, run, _one_a_group(summaries[::-1])[::-1]),
     )
 
 
 async def _newest(history: History, run: str, topic: Topic) -> AsyncIterator[Record]:
-    """The newest records of a topic: of each partition the same share, for that is about the same time."""
+    """The newest records of a topic. The share of each partition is the same, so they span about the same time."""
     name = topic.full_name(run)
     extents = await history.extents(name)
-    # The same share of each partition rather than the same count: long buckets have fewer records.
+    # Not the same count: partitions of long buckets have fewer records.
     share = min(1.0, MOST[topic] / max(1, sum(held.end - held.first for held in extents.values())))
     ranges = {
         tp.partition: Extent(held.end - int(share * (held.end - held.first)), held.end) for tp, held in extents.items()
@@ -92,7 +92,7 @@ async def _messages(history: History, run: str, topic: Topic) -> AsyncIterator[M
 
 
 async def _upper_estimates(history: History, run: str) -> dict[str, int]:
-    """By group; of one that was ordered again, the last."""
+    """Upper length estimates by group; the last one if a group was ordered again."""
     found: dict[str, int] = {}
     async for message in _messages(history, run, WORK_ORDERS):
         if isinstance(message, WorkOrder):
@@ -107,11 +107,11 @@ async def _workers(
     intervals: dict[str, list[tuple[float, float]]] = {}
     for summary in summaries:
         intervals.setdefault(summary.worker_id, []).append((summary.started_at, summary.finished_at))
-    # Names come out of records: one that holds a path must not lead out of the folder of logs.
+    # Names come from records: a name with a path in it must not lead out of the folder of logs.
     adopted = {worker: adoptions(logs / f"{worker}.log") for worker in intervals if is_plain_name(worker)}
-    # Log files may be elsewhere, or cut; heartbeats tell the same up to a second late.
+    # Log files may be on another machine, or cut. Heartbeats have the same, up to a second late.
     if not all(adopted.get(worker) for worker in intervals):
-        adopted |= {worker: told for worker, told in (await _beats(history, run)).items() if not adopted.get(worker)}
+        adopted |= {worker: seen for worker, seen in (await _beats(history, run)).items() if not adopted.get(worker)}
     return {
         worker: WorkerActivity(generating=joined(found), adopted=adopted.get(worker, ()))
         for worker, found in sorted(intervals.items())
@@ -119,14 +119,14 @@ async def _workers(
 
 
 async def _beats(history: History, run: str) -> dict[str, tuple[tuple[float, str], ...]]:
-    """Adoptions as heartbeats tell them, up to a heartbeat late."""
+    """Adoptions by worker, from heartbeats. They are up to one heartbeat late."""
     found: dict[str, list[tuple[float, str]]] = {}
     async for message in _messages(history, run, HEARTBEATS):
         if isinstance(message, Heartbeat):
-            told, version = found.setdefault(message.worker_id, []), message.weights
-            if not told or told[-1][1] != version:
-                told.append((message.sent_at, version))
-    return {worker: tuple(told) for worker, told in found.items()}
+            seen, version = found.setdefault(message.worker_id, []), message.weights
+            if not seen or seen[-1][1] != version:
+                seen.append((message.sent_at, version))
+    return {worker: tuple(seen) for worker, seen in found.items()}
 
 
 async def _staleness(history: History, run: str, summaries: Sequence[TrajectorySummary]) -> dict[int, int]:
@@ -137,20 +137,20 @@ async def _staleness(history: History, run: str, summaries: Sequence[TrajectoryS
     async for message in _messages(history, run, STEPS):
         if isinstance(message, StepReport):
             positions = [(ref.partition, ref.offset) for ref in message.trained_refs]
-            # Version n is what step n made of version n - 1, from which ages are counted.
+            # Step n makes version n from version n - 1, from which ages are counted.
             ages.add(fates.trained(positions, message.step, message.version.number - 1))
     return {age: round(count) for age, count in sorted(ages.counts.items())}
 
 
 def rewards_by_group(summaries: Sequence[TrajectorySummary]) -> dict[str, tuple[float, float]]:
-    """Mean reward of each group, and which share of the groups had ended before its last sample did.
+    """Mean reward of each group, and the share of groups that had ended before it.
 
-    ``summaries`` ascend in time. Of more than ``MOST_GROUPS`` those with the smallest hashes of their names: of two
-    runs over the same prompts these are the same ones, however many each has.
+    ``summaries`` ascend in time. If there are more than ``MOST_GROUPS`` groups, those with the smallest hashes of their
+    names are kept. So two runs over the same prompts keep the same groups.
     """
     found: dict[str, list[float]] = {}
     for summary in summaries:
-        # Taken out and put back, so that the dict is in the order of the groups' ends.
+        # Removed and inserted again, so that the dictionary is in the order of the groups' ends.
         rewards = found.pop(summary.group_id, [])
         found[summary.group_id] = rewards + ([] if summary.reward is None else [summary.reward])
     ended = {group: (rewards, index / len(found)) for index, (group, rewards) in enumerate(found.items()) if rewards}
@@ -163,7 +163,7 @@ def rewards_by_group(summaries: Sequence[TrajectorySummary]) -> dict[str, tuple[
 
 
 def _one_a_group(summaries: Sequence[TrajectorySummary]) -> list[TrajectorySummary]:
-    """The first of each of the first groups: many answers to one prompt would show little."""
+    """The first sample of each of the first groups: many answers to one prompt would show little."""
     found: dict[str, TrajectorySummary] = {}
     for summary in summaries:
         found.setdefault(summary.group_id, summary)
@@ -177,7 +177,7 @@ async def _samples(history: History, run: str, summaries: Sequence[TrajectorySum
     records = await history.fetch(TRAJECTORIES.full_name(run), places)
     found = []
     for place in places:
-        # KeyError: retention deleted the record since its summary was read.
+        # KeyError: retention deleted the record after its summary was read.
         with suppress(WireError, KeyError):
             message = records[place].message()
             if isinstance(message, Trajectory):
@@ -203,9 +203,9 @@ def _cut(text: str) -> str:
 
 
 def joined(intervals: Iterable[tuple[float, float]], most: int = MOST_INTERVALS) -> tuple[tuple[float, float], ...]:
-    """The union of intervals, ascending; if that is more than ``most``, nearer ones are joined until it is not."""
+    """The union of intervals, ascending. If there are more than ``most``, the nearest ones are joined."""
     found = list(_union(sorted(intervals), 0.0))
-    # Gaps are doubled until it is few enough: what disappears are the shortest pauses.
+    # The joined gap is doubled until there are few enough intervals, so only the shortest pauses disappear.
     gap = 0.001
     while len(found) > most:
         found = list(_union(found, gap))
@@ -227,9 +227,9 @@ def _union(ascending: Sequence[tuple[float, float]], gap: float) -> Iterator[tup
 
 
 def adoptions(log: Path) -> tuple[tuple[float, str], ...]:
-    """What a worker's log file and its numbered copies say of weights it adopted; nothing if there is no such file."""
+    """Times and versions of a worker's adoptions, from its log file and its rotated copies; empty without a file."""
     copies = [path for path in log.parent.glob(f"{log.name}.*") if path.suffix[1:].isdecimal()]
-    # The highest number is the oldest.
+    # The copy with the highest number is the oldest.
     files = [*sorted(copies, key=lambda path: int(path.suffix[1:]), reverse=True), log]
     return tuple(found for file in files for found in _adoptions_in(file))
 
@@ -252,7 +252,7 @@ def _adoption(line: str) -> tuple[float, str] | None:
 
 
 class Estimated(NamedTuple):
-    """A completion: when it ended, its length in tokens, and what was predicted. ``upper`` None: not known."""
+    """A completion: its end, its predicted and actual length in tokens, and the upper estimate (None: unknown)."""
 
     at: float
     predicted: int
@@ -261,10 +261,13 @@ class Estimated(NamedTuple):
 
 
 def length_facts(completions: Sequence[Estimated]) -> LengthFacts | None:
-    """None for no completion. Order is judged within windows of time, for lengths drift as the policy learns."""
+    """The quality of length estimates; None without completions.
+
+    The order is judged within windows of time, because lengths drift as the policy learns.
+    """
     if not completions:
         return None
-    # A report weighs the whole run alike.
+    # Without fading: a report gives all parts of the run the same weight.
     calibration = LengthCalibration(fade_every=None)
     for each in completions:
         calibration.add(each.predicted, each.actual)
@@ -282,7 +285,7 @@ def length_facts(completions: Sequence[Estimated]) -> LengthFacts | None:
 
 def _windows(ascending: Sequence[Estimated]) -> list[Sequence[Estimated]]:
     count = max(1, min(WINDOWS, len(ascending) // LEAST))
-    # Of equal count rather than equal time, so that each recall rests on as many completions.
+    # Equal counts rather than equal times, so that each recall is based on equally many completions.
     edges = [round(index * len(ascending) / count) for index in range(count + 1)]
     return [ascending[begin:end] for begin, end in pairwise(edges)]
 
@@ -290,7 +293,7 @@ def _windows(ascending: Sequence[Estimated]) -> list[Sequence[Estimated]]:
 def _judged(window: Sequence[Estimated]) -> tuple[float, float | None, float | None, float | None]:
     actual = [each.actual for each in window]
     recall = recall_of_longest([each.predicted for each in window], actual)
-    # What a predictor that knows nothing would recall, by luck of the order.
+    # The recall of a predictor that knows nothing, by chance.
     constant = recall_of_longest([1] * len(window), actual)
     return round(window[-1].at, 3), recall, constant, _coverage(window)
 

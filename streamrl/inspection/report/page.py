@@ -1,6 +1,7 @@
-"""A report as one self-contained page, of one run or of several side by side. Loads nothing and may run nothing else.
+"""Renders a report as one self-contained page, for one run or to compare several. The page loads nothing.
 
-Invariant nothing_of_a_run_is_markup: texts of a run are escaped, and the page's policy runs its own script only.
+Invariant texts_of_a_run_are_escaped: texts of a run never become markup, and the page's policy allows only its own
+script.
 """
 
 import base64
@@ -24,7 +25,7 @@ from streamrl.settings.differences import ABSENT, OWN_TO_A_RUN, differing, value
 
 
 class FigureRow(NamedTuple):
-    """One figure of every run; ``best``: which of them are best, where that means something."""
+    """One figure of every run. ``best``: whether a run has the best value; all False if no value can be best."""
 
     key: str
     label: str
@@ -34,7 +35,7 @@ class FigureRow(NamedTuple):
 
 
 def figure_rows(by_run: Sequence[Sequence[Figure]]) -> list[FigureRow]:
-    """One row for every figure that a run has."""
+    """One row for every figure that any run has."""
     order: dict[str, Figure] = {}
     for figures in by_run:
         order |= {figure.key: figure for figure in figures if figure.key not in order}
@@ -48,14 +49,14 @@ def figure_rows(by_run: Sequence[Sequence[Figure]]) -> list[FigureRow]:
 
 
 def _place(key: str, by_run: Sequence[Sequence[Figure]]) -> int:
-    """Where a figure stands in the fullest list that has it."""
+    """The largest position of a figure in the lists that have it."""
     places = [[figure.key for figure in figures].index(key) for figures in by_run if any(f.key == key for f in figures)]
     return max(places)
 
 
 def _best(values: Sequence[Value], better: int) -> tuple[bool, ...]:
     numbers = [value for value in values if isinstance(value, int | float)]
-    # Among equals nobody is best.
+    # If all are equal, none is best.
     if not better or len(values) < 2 or not numbers or len(set(values)) < 2:
         return (False,) * len(values)
     best = max(numbers) if better > 0 else min(numbers)
@@ -63,7 +64,7 @@ def _best(values: Sequence[Value], better: int) -> tuple[bool, ...]:
 
 
 def shown(figure: Figure) -> str:
-    """A figure as people read it."""
+    """A figure as text for people."""
     value = figure.value
     if not isinstance(value, int | float):
         return str(value)
@@ -81,7 +82,7 @@ def shown(figure: Figure) -> str:
 
 
 def seconds_shown(value: float) -> str:
-    """In seconds, minutes or hours."""
+    """A time as text, in seconds, minutes or hours."""
     if value < 120:
         return f"{value:.1f} s"
     minutes, seconds = divmod(round(value), 60)
@@ -89,23 +90,23 @@ def seconds_shown(value: float) -> str:
 
 
 def differing_settings(records: Sequence[RunRecord]) -> list[tuple[str, tuple[str, ...]]]:
-    """Keys whose values are not the same in all runs that kept settings, in the order of the files."""
+    """Keys whose values differ between the runs that have settings, in the order of the files."""
     return differing([record.settings for record in records], ignored=OWN_TO_A_RUN)
 
 
 def differing_environment(records: Sequence[RunRecord]) -> list[tuple[str, tuple[str, ...]]]:
-    """What differs of machine and code."""
+    """Facts about machine and code that differ between the runs."""
     return differing([record.facts.environment for record in records])
 
 
 def side_by_side(evaluated: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Held-out samples by moment as rows of one table: a column that never changed stands once, others by moment."""
+    """Held-out samples before and after training as rows of one table. Columns that changed are there once a moment."""
     moments = [moment for moment, rows in evaluated.items() if rows]
     if not moments:
         return []
     if len(moments) == 1:
         return [dict(row) for row in evaluated[moments[0]]]
-    # By position: an evaluation asks the same questions at each moment.
+    # Paired by position: an evaluation has the same questions at each moment.
     pairs = list(zip(*(evaluated[moment] for moment in moments), strict=False))
     columns = list(dict.fromkeys(name for rows in pairs for row in rows for name in row))
     changed = {name for name in columns if any(len({value_text(row.get(name)) for row in rows}) > 1 for rows in pairs)}
@@ -127,12 +128,12 @@ CARDS = (
 
 
 def write_page(path: Path, records: Sequence[RunRecord], level: float | None = None) -> None:
-    """Write the report of one run, or of several compared. ``level``: the reward whose first reaching is told."""
+    """Write the report of one run, or a comparison. ``level``: the reward for which the steps to reach it are shown."""
     path.write_text(page_of(records, level), encoding="utf-8")
 
 
 def page_of(records: Sequence[RunRecord], level: float | None = None) -> str:
-    """The page's text."""
+    """The page as HTML."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     style, script = embedded_style(PARTS / "report.css"), embedded_script(PARTS / name for name in SCRIPTS)
     # The policy names the hashes of our own style and script, so nothing else can run.
@@ -143,12 +144,12 @@ def page_of(records: Sequence[RunRecord], level: float | None = None) -> str:
 
 
 def level_for(records: Sequence[RunRecord], level: float | None) -> float | None:
-    """The given level, else the highest that all reached."""
+    """The given level, else the highest that all runs reached."""
     return level if level is not None else common_level(record.rows for record in records)
 
 
 def _shared(records: Sequence[RunRecord]) -> dict[str, Any]:
-    """What the pages of one and of several runs have in common."""
+    """Template values that the pages of one run and of several runs share."""
     all_rows = [record.rows for record in records]
     timelines = [{"run": number, **timeline(record)} for number, record in enumerate(records)]
     bars = [{"run": number, "bars": shares(record)} for number, record in enumerate(records)]
@@ -166,7 +167,7 @@ def _shared(records: Sequence[RunRecord]) -> dict[str, Any]:
         "lengths": lengths,
         "order": order_over_time(records),
     }
-    # Runs of different lengths have different strides; points that are single steps need no note.
+    # Runs of different lengths have different strides. A stride of 1 needs no note.
     strides = sorted({each["stride"] for each in data["runs"]} - {1})
     return {
         "data": _embedded(data),
@@ -176,7 +177,7 @@ def _shared(records: Sequence[RunRecord]) -> dict[str, Any]:
         "has_timeline": any(each["lanes"] for each in timelines),
         "has_shares": any(each["bars"] for each in bars),
         "has_staleness": bool(ages),
-        "lengths": [_told_of_lengths(number, record) for number, record in enumerate(records) if _has_lengths(record)],
+        "lengths": [_length_values(number, record) for number, record in enumerate(records) if _has_lengths(record)],
         "timeline_notes": _notes(records),
         "missing": _missing(records),
         "configs": [(record.name, record.config) for record in records if record.config],
@@ -186,7 +187,7 @@ def _shared(records: Sequence[RunRecord]) -> dict[str, Any]:
 def _single(record: RunRecord) -> dict[str, Any]:
     figures = figures_of(record)
     rows = figure_rows([figures])
-    # Held-out results too, whose keys are the evaluation's own and end with their moment.
+    # Also held-out results, whose keys are named by the evaluation and end with the moment.
     wanted = [row for row in rows if row.key in CARDS or row.key.endswith(("_before", "_after"))]
     topics = record.facts.topics
     samples = {"first": topics.first, "last": topics.last} if topics else {}
@@ -202,8 +203,8 @@ def _single(record: RunRecord) -> dict[str, Any]:
 
 
 def _compared(records: Sequence[RunRecord], level: float | None) -> dict[str, Any]:
-    # A level that was asked for needs no explanation.
-    told = "" if level is not None else "this level is the highest that every run reached"
+    # A level that the user gave needs no explanation.
+    explanation = "" if level is not None else "this level is the highest that every run reached"
     level = level_for(records, level)
     return {
         "title": " · ".join(record.name for record in records),
@@ -211,7 +212,7 @@ def _compared(records: Sequence[RunRecord], level: float | None) -> dict[str, An
         "figures": figure_rows([figures_of(record, level) for record in records]),
         "paired": [(each, shown_p(each.p) if each.p is not None else ABSENT) for each in paired_differences(records)],
         "level": level,
-        "level_told": told,
+        "level_explanation": explanation,
         "ends": ENDS,
         "differing": {"settings": differing_settings(records), "environment": differing_environment(records)},
         "evaluated": [],
@@ -222,32 +223,32 @@ def _compared(records: Sequence[RunRecord], level: float | None) -> dict[str, An
 
 def _subtitle(record: RunRecord) -> str:
     settings, steps = record.settings, len(record.rows.steps)
-    told = {
+    values = {
         "": settings.get("algorithm.name"),
         "mode ": settings.get("loop.mode"),
         "engine ": settings.get("generation.engine"),
         "seed ": settings.get("run.seed"),
     }
-    return ", ".join([f"{steps} steps", *(f"{word}{value}" for word, value in told.items() if value is not None)])
+    return ", ".join([f"{steps} steps", *(f"{word}{value}" for word, value in values.items() if value is not None)])
 
 
 def _has_lengths(record: RunRecord) -> bool:
     return record.facts.topics is not None and record.facts.topics.lengths is not None
 
 
-def _told_of_lengths(number: int, record: RunRecord) -> dict[str, Any]:
+def _length_values(number: int, record: RunRecord) -> dict[str, Any]:
     assert record.facts.topics is not None
     lengths = record.facts.topics.lengths
     assert lengths is not None
-    # Figures without key or label: only to be worded as all others are.
-    told: dict[str, Figure] = {
+    # Figures without key or label, only to be formatted like all others.
+    figures: dict[str, Figure] = {
         "longest 20 % recalled": Figure("", "", lengths.recall, "share"),
-        "by saying the same for all": Figure("", "", lengths.constant, "share"),
+        "by a constant prediction": Figure("", "", lengths.constant, "share"),
         "below the upper estimate": Figure("", "", lengths.coverage, "share"),
         "typically off by a factor of": Figure("", "", None if lengths.factor is None else round(lengths.factor, 2)),
     }
-    texts = {word: shown(figure) for word, figure in told.items() if figure.value is not None}
-    return {"run": number, "count": f"{lengths.count:,}", "told": texts}
+    texts = {word: shown(figure) for word, figure in figures.items() if figure.value is not None}
+    return {"run": number, "count": f"{lengths.count:,}", "values": texts}
 
 
 def _notes(records: Sequence[RunRecord]) -> list[str]:
@@ -256,33 +257,33 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
         topics = record.facts.topics
         if topics is not None and topics.read < topics.held:
             found.append(
-                f"Of {topics.held:,} trajectories of {record.name} the newest {topics.read:,} were read: "
-                "the workers' tracks, staleness and lengths are of these."
+                f"Only the newest {topics.read:,} of {topics.held:,} trajectories of {record.name} were read. "
+                "The workers' tracks, staleness and lengths show these."
             )
         if topics is not None and len(topics.workers) > WORKERS:
-            found.append(f"Of {len(topics.workers)} workers of {record.name} the first {WORKERS} by name are drawn.")
+            found.append(f"Only {WORKERS} of {len(topics.workers)} workers of {record.name} are drawn, by name.")
     return found
 
 
 def _missing(records: Sequence[RunRecord]) -> list[str]:
-    """What could not be shown, and how to have it."""
+    """Notes on missing parts, and how to get them."""
     names = [record.name for record in records if record.facts.topics is None]
     if not names:
         return []
     return [
-        f"{', '.join(names)}: topics were not read, so tracks of workers, staleness, lengths and samples are missing; "
-        "`streamrl report RUN --from-topics` reads them."
+        f"{', '.join(names)}: topics were not read, so workers' tracks, staleness, lengths and samples are missing. "
+        "Run `streamrl report RUN --from-topics` to read them."
     ]
 
 
 def _embedded(data: Mapping[str, Any]) -> str:
-    """JSON that cannot end the element it stands in."""
-    # A "</script>" within a completion would end the element; two separators end a line in old scripts.
-    # NaN would be written as such, which is no JSON: the page would show nothing, so it is refused here.
+    """The data as JSON that can be embedded in a script element."""
+    # A "</script>" in a completion would end the element, and two separators end a line in old scripts.
+    # NaN is refused: it would be written as is, which is not JSON, and the page would show nothing.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _sha(text: str) -> str:
-    # As a content security policy names a text: base64 of the SHA-256 of its bytes, to the last blank.
+    # The form that a content security policy uses: base64 of the SHA-256 of the text's exact bytes.
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

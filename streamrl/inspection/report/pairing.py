@@ -1,14 +1,16 @@
-"""Two runs on the same prompts: how much better one is, how sure that is, and whether it may be chance. Pure.
+"""Compares two runs on the same prompts: the difference, its confidence interval, and its p-value. Pure.
 
-Each prompt gives one difference, so what makes some prompts harder than others cancels. Of the differences:
+Each prompt gives one difference, so the difficulty of prompts cancels. Two statistics describe the differences:
 
 - p: the Wilcoxon signed-rank test, two-sided, zeros by Pratt (F. Wilcoxon, Individual Comparisons by Ranking Methods,
-  Biometrics Bulletin 1, 1945), as ``scipy.stats.wilcoxon`` computes it: the chance of ranks so lopsided, or more, if a
-  difference were as likely up as down. Rewards are bounded, tied and skewed, and it assumes no shape of them;
-- the interval: of the mean difference, at 95 %, by the bias-corrected and accelerated bootstrap (B. Efron, Better
-  Bootstrap Confidence Intervals, JASA 82, 1987), as ``scipy.stats.bootstrap`` computes it, from a fixed seed.
+  Biometrics Bulletin 1, 1945), as ``scipy.stats.wilcoxon`` computes it. It is the probability of ranks at least as
+  lopsided if differences up and down were equally likely. The test assumes no distribution of rewards, which are
+  bounded, tied and skewed;
+- the interval: the 95 % confidence interval of the mean difference, by the bias-corrected and accelerated bootstrap
+  (B. Efron, Better Bootstrap Confidence Intervals, JASA 82, 1987), as ``scipy.stats.bootstrap`` computes it, from a
+  fixed seed.
 
-Prompts are taken to be independent of each other. The samples of one prompt are not, so their mean counts once.
+Prompts are assumed to be independent of each other. The samples of one prompt are not, so their mean counts once.
 """
 
 import warnings
@@ -20,18 +22,19 @@ import numpy as np
 from streamrl.inspection.report.record import RunRecord
 
 LEAST_PAIRS = 6
-"""Below, no outcome of the test is under 5 %: 2 / 2^5 is 6 %."""
+"""Fewest prompts for the test: with fewer, p cannot be below 5 %, since 2 / 2^5 is 6 %."""
 LEVEL = 0.05
 RESAMPLES = 4999
 SECOND_HALF = 0.5
 SCORES = ("correct", "reward", "score")
-"""Columns of held-out samples that are a number or yes and no for each question, the first that is there."""
+"""Columns of held-out samples that can be a score (a number or a bool), in order of preference."""
 
 
 class PairedDifference(NamedTuple):
-    """Run ``other`` against run ``first``: means over ``prompts``, their difference (other - first) with its interval.
+    """Compares run ``other`` with run ``first``: means over ``prompts``, and their difference (other - first).
 
-    ``of``: what was paired. ``p`` None: there are too few prompts to say.
+    ``of``: the compared quantity; ``low``, ``high``: the interval of the difference. They and ``p`` are None if there
+    are too few prompts.
     """
 
     first: str
@@ -47,26 +50,26 @@ class PairedDifference(NamedTuple):
 
     @property
     def is_significant(self) -> bool:
-        """Whether chance alone would do this in less than 5 % of the cases."""
+        """Whether p is below 5 %."""
         return self.p is not None and self.p < LEVEL
 
     @property
     def text(self) -> str:
-        """In a line."""
-        said = f"{self.of}: {self.other} {self.difference:+.4g} against {self.first} on {self.prompts:,} prompts"
+        """The comparison in one line."""
+        line = f"{self.of}: {self.other} {self.difference:+.4g} against {self.first} on {self.prompts:,} prompts"
         if self.p is None or self.low is None or self.high is None:
-            return f"{said}; too few to judge"
-        verdict = "a difference" if self.is_significant else "no difference that chance would not make"
-        return f"{said}, 95 % interval {self.low:+.3g} to {self.high:+.3g}, p {shown_p(self.p)}: {verdict}"
+            return f"{line}; too few to judge"
+        verdict = "a significant difference" if self.is_significant else "no significant difference"
+        return f"{line}, 95 % interval {self.low:+.3g} to {self.high:+.3g}, p {shown_p(self.p)}: {verdict}"
 
 
 def shown_p(p: float) -> str:
-    """As papers write it."""
+    """A p-value as text."""
     return "< 0.0001" if p < 1e-4 else f"{p:.4f}" if p < 0.01 else f"{p:.2f}"
 
 
 def paired_differences(records: Sequence[RunRecord]) -> list[PairedDifference]:
-    """Every run against the first one, of whatever both tell for the same prompts."""
+    """Compares every run with the first one, on each quantity that both have for the same prompts."""
     found = []
     for other in records[1:]:
         first = records[0]
@@ -82,9 +85,9 @@ def paired_differences(records: Sequence[RunRecord]) -> list[PairedDifference]:
 def paired_difference(
     of: str, first: tuple[str, Mapping[str, float]], other: tuple[str, Mapping[str, float]]
 ) -> PairedDifference | None:
-    """Of two runs, each a name and its values by prompt; None if they have no prompt in common."""
+    """Compares two runs, each given as a name and values by prompt; None if they have no prompt in common."""
     (first_name, ours), (other_name, theirs) = first, other
-    # In one order, so that the interval is the same whenever it is computed.
+    # Sorted, so that the interval is always the same.
     prompts = sorted(ours.keys() & theirs.keys())
     if not prompts:
         return None
@@ -109,8 +112,8 @@ def paired_difference(
 
 
 def signed_rank_p(differences: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> float:
-    """Two-sided; 1 where nothing differs."""
-    from scipy.stats import wilcoxon  # half a second of imports, which the report of one run does not need
+    """Two-sided p-value; 1 if all differences are 0."""
+    from scipy.stats import wilcoxon  # here: half a second of imports, which the report of one run does not need
 
     if not np.any(differences):
         return 1.0
@@ -118,13 +121,13 @@ def signed_rank_p(differences: "np.ndarray[tuple[int], np.dtype[np.float64]]") -
 
 
 def mean_interval(differences: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> tuple[float, float]:
-    """Of the mean, at 95 %."""
+    """The 95 % confidence interval of the mean."""
     from scipy.stats import bootstrap
 
     if np.ptp(differences) == 0.0:
         return float(differences[0]), float(differences[0])
     with warnings.catch_warnings():
-        # Of a sample so lopsided that the correction is not defined; the bounds are NaN then.
+        # scipy warns if the sample is so lopsided that the correction is undefined. Then the bounds are NaN.
         warnings.simplefilter("ignore")
         found = bootstrap(
             (differences,), np.mean, n_resamples=RESAMPLES, batch=256, method="BCa", random_state=0
@@ -136,9 +139,9 @@ def mean_interval(differences: "np.ndarray[tuple[int], np.dtype[np.float64]]") -
 
 
 def late_rewards(record: RunRecord) -> dict[str, float]:
-    """Mean reward by group (a prompt in one pass over the data) of those that ended in the second half of the run.
+    """Mean reward by group (a prompt in one pass over the data), for groups that ended in the second half of the run.
 
-    Both runs sampled the same prompt in the same pass, each with the policy that it had by then.
+    Groups of the same name in two runs have the same prompt in the same pass.
     """
     topics = record.facts.topics
     groups = topics.rewards if topics is not None else {}
@@ -146,7 +149,7 @@ def late_rewards(record: RunRecord) -> dict[str, float]:
 
 
 def held_out_scores(record: RunRecord) -> dict[str, float]:
-    """Score by question, of the samples that the evaluation at the end kept."""
+    """Score by question, from the samples that the evaluation after training kept."""
     found: dict[str, float] = {}
     for row in record.facts.evaluated.get("after", ()):
         score = next((row[name] for name in SCORES if isinstance(row.get(name), bool | int | float)), None)

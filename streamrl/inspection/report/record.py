@@ -1,9 +1,10 @@
-"""One run as its directory tells it: settings, summary, and ``metrics.jsonl`` as columns over optimizer steps.
+"""Reads one run from its directory: settings, summary, and ``metrics.jsonl`` as columns over optimizer steps.
 
-Reads only; needs no broker. A line that a killed trainer left half written is passed over. Invariant
-a_resumed_trainer_takes_its_steps_back: of steps taken again, the later lines count; the time of all counts.
+Reading needs no broker. A line that a killed trainer left incomplete is ignored. Invariant
+a_resumed_trainer_takes_its_steps_back: if a step was taken again, its later line counts, and the time of both counts.
 
-``gathered.json`` has what a run's topics, its evaluation and its machine told at its end. Small, whatever the run.
+``gathered.json`` has data that was gathered at the run's end from its topics, its evaluation and its machine. It is
+small for any run.
 """
 
 import json
@@ -33,23 +34,23 @@ class _Part(BaseModel):
 
 
 class WorkerActivity(_Part):
-    """A worker: intervals in which it generated, and when it adopted which weights; seconds since the epoch."""
+    """A worker's intervals of generating, and the times at which it adopted versions; in seconds since the epoch."""
 
     generating: tuple[tuple[float, float], ...] = ()
     adopted: tuple[tuple[float, str], ...] = ()
 
     def busy_s(self, begin: float, end: float) -> float:
-        """Seconds of generating between two moments."""
+        """Seconds of generating between ``begin`` and ``end``."""
         return sum(max(0.0, min(last, end) - max(first, begin)) for first, last in self.generating)
 
 
 class LengthFacts(_Part):
-    """How good length estimates were.
+    """The quality of length estimates.
 
-    ``cells``: completions by class of predicted and of actual length, two classes for each doubling of tokens.
-    ``recall``: of the longest 20 %, the mean over ``windows`` (time, recall, coverage) of equal count; ``constant``:
-    the recall of saying the same for all; ``coverage``: share at or below the upper estimate; ``factor``: by which a
-    prediction is typically off (geometric mean).
+    ``cells``: (class of predicted length, class of actual length, completions), with two classes for each doubling of
+    tokens. ``windows``: (time, recall, coverage), each of equally many completions. ``recall``: of the longest 20 %,
+    the mean over the windows; ``constant``: the recall of a constant prediction; ``coverage``: share of lengths at or
+    below the upper estimate; ``factor``: the typical error of a prediction (geometric mean).
     """
 
     count: int
@@ -62,7 +63,7 @@ class LengthFacts(_Part):
 
 
 class SampleText(_Part):
-    """A trajectory as people read it; texts cut to a few thousand characters."""
+    """A trajectory for people to read, with texts cut to a few thousand characters."""
 
     trajectory_id: str
     prompt: str
@@ -75,10 +76,11 @@ class SampleText(_Part):
 
 
 class TopicDigest(_Part):
-    """Of the ``held`` trajectories on the topic, ``read`` were read, the newest. ``staleness``: trained ones by age.
+    """A summary of a run's topics. Of ``held`` trajectories on the topic, the newest ``read`` were read.
 
-    ``rewards``: of groups, the mean reward and which share of them had ended before (0 to 1). Of many the same are
-    kept in every run, so that runs can be compared by prompts.
+    ``staleness``: trained trajectories by age in steps; ``rewards``: by group, the mean reward, and the share of groups
+    that had ended before it (0 to 1). If there are many groups, every run keeps the same ones, so that runs can be
+    compared by prompts.
     """
 
     held: int
@@ -92,7 +94,9 @@ class TopicDigest(_Part):
 
 
 class RunFacts(_Part):
-    """``evaluated``: held-out samples by moment (before, after). ``topics`` None: they were not read."""
+    """Data gathered at a run's end. ``evaluated``: held-out samples by moment (before, after). ``topics`` None: they
+    were not read.
+    """
 
     environment: dict[str, str] = {}
     evaluated: dict[str, tuple[dict[str, JsonValue], ...]] = {}
@@ -100,10 +104,10 @@ class RunFacts(_Part):
 
 
 def read_facts(path: Path) -> RunFacts:
-    """What was kept; nothing if the run kept none.
+    """The gathered data; empty if there is no file.
 
     Raises:
-        DataError: the file is there and is none of ours.
+        DataError: the file exists but is not one of ours.
     """
     try:
         return RunFacts.model_validate_json(path.read_bytes())
@@ -112,17 +116,17 @@ def read_facts(path: Path) -> RunFacts:
     except (OSError, ValidationError) as error:
         first = " ".join(str(error).split())[:200]
         raise DataError(
-            f"expected what a run gathered in {path}, got {first}; remove it and give --from-topics"
+            f"expected the gathered data of a run in {path}, got {first}; remove the file and use --from-topics"
         ) from error
 
 
 def write_facts(path: Path, facts: RunFacts) -> None:
-    """Keep it, whole or not at all."""
+    """Write the data, completely or not at all."""
     write_whole(path, facts.model_dump_json())
 
 
 class TrainerSpan(NamedTuple):
-    """The trainer did ``kind`` from ``start`` to ``end``, in seconds since the epoch."""
+    """A phase ``kind`` of the trainer, from ``start`` to ``end`` in seconds since the epoch."""
 
     kind: str
     start: float
@@ -131,9 +135,9 @@ class TrainerSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTable:
-    """``metrics`` of each step, ascending; ``times``: when each ended, in seconds since ``began``.
+    """``metrics`` by step, ascending; ``times``: the end of each step, in seconds since ``began``.
 
-    ``evaluations``: of held-out prompts, by the step whose weights were evaluated, ascending.
+    ``evaluations``: results on held-out prompts, by the step whose weights were evaluated, ascending.
     """
 
     steps: tuple[int, ...] = ()
@@ -145,20 +149,20 @@ class StepTable:
 
     @property
     def seconds(self) -> float:
-        """From the beginning of the first step to the end of the last."""
+        """Seconds from the start of the first step to the end of the last."""
         return self.times[-1] if self.times else 0.0
 
     def keys(self, prefix: str) -> list[str]:
-        """Names of metrics that begin so, sorted, the numbers in them by size."""
+        """Sorted names of metrics that start with ``prefix``; numbers in them are sorted by size."""
         found = {key for row in self.metrics for key in row if key.startswith(prefix)}
         return sorted(found, key=lambda key: (len(key), key))  # shorter ones first: bucket_9 before bucket_10
 
     def column(self, key: str) -> list[float | None]:
-        """One value a step; none where the step does not tell."""
+        """One value per step; None if the step does not have the metric."""
         return [row.get(key) for row in self.metrics]
 
     def known(self, key: str) -> list[float]:
-        """The values of a column that are told."""
+        """The values of a column that are not None."""
         return [value for value in self.column(key) if value is not None]
 
     def total(self, key: str) -> float:
@@ -167,34 +171,34 @@ class StepTable:
 
 
 def read_rows(path: Path) -> StepTable:
-    """The rows of a file; none if it holds none."""
-    # A killed trainer may leave half a character; the lines before it are whole.
+    """The steps in a file; empty if it has none."""
+    # A killed trainer may leave half a character, but the lines before it are complete.
     with path.open(encoding="utf-8", errors="replace") as file:
         return rows_of(found for line in file if (found := _object(line)) is not None)
 
 
-def rows_of(told: Iterable[Mapping[str, Any]]) -> StepTable:
-    """Rows of the trainer's lines, in the order in which they were written."""
+def rows_of(lines: Iterable[Mapping[str, Any]]) -> StepTable:
+    """The steps in the trainer's lines. ``lines``: in the order in which they were written."""
     kept: list[tuple[int, float, dict[str, float]]] = []
     spans: list[TrainerSpan] = []
     began = math.inf
     evaluations: dict[int, dict[str, float]] = {}
-    for line in told:
+    for line in lines:
         step, at = line.get("step"), line.get("time")
-        # A line may be of another program, or cut. By ``type``, since ``true`` is an instance of int.
+        # A line may be from another program, or cut. ``type`` rather than ``isinstance``, since ``True`` is an int.
         if type(step) is not int or not _is_number(at):
             continue
         metrics = {
             key: float(value) for key, value in line.items() if key not in ("step", "time") and _is_number(value)
         }
         if EVALUATED in line:
-            evaluations[step] = metrics  # weights of a step that was taken again, once more
+            evaluations[step] = metrics  # a later line of the same step replaces the earlier one
             continue
         found = [span for each in _items(line.get("spans")) if (span := _span(each)) is not None]
         spans += found
-        # A step is written at its end; the run began before its first one.
+        # A step's line has the time of its end, so the run started before its first line.
         began = min([began, float(at) - metrics.get("time/step", 0.0), *(span.start for span in found)])
-        # What a resumed trainer took again replaces what it had undone.
+        # Steps that a resumed trainer takes again replace the undone ones.
         while kept and kept[-1][0] >= step:
             kept.pop()
         kept.append((step, float(at), metrics))
@@ -212,18 +216,18 @@ def rows_of(told: Iterable[Mapping[str, Any]]) -> StepTable:
 
 
 def _with_derived(metrics: dict[str, float], *, waits: bool) -> dict[str, float]:
-    """What follows from a step's metrics, under ``report/``. ``waits``: the run tells where it waited."""
+    """A step's metrics, with derived ones under ``report/``. ``waits``: whether the run measures waiting."""
     step_s = metrics.get("time/step", 0.0)
     derived: dict[str, float] = {}
     if lags := [value for key, value in metrics.items() if key.startswith(LAG_PREFIX)]:
         derived["report/lag"] = sum(lags)
-    # Rates are over the step's own time: time between the steps of two starts is not the trainer's.
+    # Rates are over the step's own time: the time between two starts of the trainer does not count.
     if step_s > 0:
         for name, key in (("tokens_per_s", "completions/num_tokens"), ("trajectories_per_s", "ledger/trained")):
             if key in metrics:
                 derived[f"report/{name}"] = metrics[key] / step_s
         if waits:
-            # Waiting is measured by another clock than the step, and may come out a little longer.
+            # Waiting is measured with another clock than the step, and may be a little longer.
             derived["report/wait_share"] = min(1.0, metrics.get(WAIT, 0.0) / step_s)
     return metrics | derived
 
@@ -231,7 +235,7 @@ def _with_derived(metrics: dict[str, float], *, waits: bool) -> dict[str, float]
 def _object(line: str) -> dict[str, Any] | None:
     try:
         found = json.loads(line)
-    except (ValueError, RecursionError):  # the latter for a line of very many brackets
+    except (ValueError, RecursionError):  # RecursionError: a line of very many brackets
         return None
     return found if isinstance(found, dict) else None
 
@@ -240,20 +244,20 @@ def _items(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _span(told: Any) -> TrainerSpan | None:
-    if not isinstance(told, list) or len(told) != 3 or not _is_number(told[1]) or not _is_number(told[2]):
+def _span(item: Any) -> TrainerSpan | None:
+    if not isinstance(item, list) or len(item) != 3 or not _is_number(item[1]) or not _is_number(item[2]):
         return None
-    return TrainerSpan(str(told[0]), float(told[1]), float(told[2])) if told[2] > told[1] else None
+    return TrainerSpan(str(item[0]), float(item[1]), float(item[2])) if item[2] > item[1] else None
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
-    # JSON as Python writes it may hold NaN and infinity, which no chart can draw.
+    # JSON that Python writes may contain NaN and infinity, which no chart can draw.
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """``name``: what a person calls it. ``config``: the settings' text, ``settings``: by dotted key."""
+    """A run's recorded data. ``name``: for display; ``config``: the settings as text; ``settings``: by dotted key."""
 
     name: str
     path: Path
@@ -270,10 +274,10 @@ class RunRecord:
 
 
 def read_record(directory: "RunDirectory", name: str) -> RunRecord:
-    """What a directory holds; a run that took no step yet has no rows.
+    """The data in a run's directory. A run without steps has no rows.
 
     Raises:
-        DataError: a file is there and cannot be read.
+        DataError: a file exists but cannot be read.
     """
     try:
         config = directory.config.read_text() if directory.config.is_file() else ""

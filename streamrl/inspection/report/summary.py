@@ -1,4 +1,4 @@
-"""The run in one JSON object, and in a few lines for the terminal."""
+"""Summarises a run as one JSON object, and in a few lines for the terminal."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from streamrl.schemas.reports import SkipReason
 
 Summary = dict[str, Any]
 ORDINARY = frozenset({SkipReason.ZERO_ADVANTAGE, SkipReason.DUPLICATE})
-"""Skips that nobody need do anything about: groups of equal rewards, and what was sampled a second time."""
+"""Skip reasons that need no action: groups of equal rewards, and trajectories that were sampled twice."""
 
 
 def build_summary(
@@ -27,15 +27,15 @@ def build_summary(
     restarts: int,
     audit: AuditReport | None = None,
 ) -> Summary:
-    """Figures of a run over all starts, but for ``run_seconds``: this start's, from its processes' begin to their end.
+    """Figures of a run over all its starts. Only ``run_seconds`` is of this start, from its processes' start to end.
 
-    ``resumed_from``: the step of the checkpoint that it went on from, 0 for none. ``step_seconds``: the optimizer steps
-    together, which rates are over. ``tokens_per_s``: of the completions that were trained. Rewards are means of the
-    first and of the last five steps. ``staleness_*`` is in optimizer steps, the mean over trained tokens' oldest spans;
-    ``trainer_wait_share`` is the share of step time spent waiting for a batch. ``skipped``: trajectories, by reason;
-    ``skip_causes``: those that somebody may want to do something about, by what they have in common, with one of them.
-    ``evaluation``: of held-out prompts, the figures of the first and of the last weights that were evaluated.
-    ``audit``: the verdict of the audit at the end, if there was one.
+    ``resumed_from``: the step of the checkpoint that this start resumed from; 0 for none. ``step_seconds``: the sum of
+    the optimizer steps, which rates are over. ``tokens_per_s``: of trained completions. Rewards are means of the first
+    and last five steps. ``staleness_*``: in optimizer steps, the mean over trained trajectories, each by its oldest
+    span. ``trainer_wait_share``: share of step time spent waiting for a batch. ``skipped``: trajectories by reason;
+    ``skip_causes``: skips that may need action, by common cause, with an example. ``evaluation``: results on held-out
+    prompts, at the first and last weights that were evaluated. ``audit``: the verdict of the audit at the end, if there
+    was one.
     """
     sums, newest = state.learning.steps.sums(), state.learning.steps.newest
     rewards = [reward for _, reward in state.learning.steps.first_rewards], state.learning.steps.last_rewards()
@@ -97,7 +97,7 @@ def write_summary(path: Path, summary: Summary) -> None:
 
 
 def summary_lines(summary: Summary) -> list[str]:
-    """What the terminal shows at the end."""
+    """Lines that the terminal shows at the end of a run."""
     lines = [""]
     for name in (key.removesuffix("_before") for key in summary if key.endswith("_before")):
         before, after = summary[f"{name}_before"], summary.get(f"{name}_after")
@@ -124,15 +124,15 @@ def summary_lines(summary: Summary) -> list[str]:
 
 
 def _skip_lines(summary: Summary) -> list[str]:
-    """What was sampled and not trained, but for what is a part of training: a line for all, and one for each cause."""
-    told = {reason: count for reason, count in summary["skipped"].items() if reason not in ORDINARY}
-    if not told:
+    """Lines on skipped trajectories, except ordinary skips: one line for all, and one per cause."""
+    counted = {reason: count for reason, count in summary["skipped"].items() if reason not in ORDINARY}
+    if not counted:
         return []
-    words = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in told.items())
+    words = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in counted.items())
     lines = [f"skipped: {words} (trajectories)"]
     for reason, found in summary["skip_causes"].items():
         counts = ", ".join(f"{count:,} {cause}" for cause, count in found["counts"].items())
-        lines.append(f"  {reason.replace('_', ' ')}: {counts}; such as {' '.join(found['example'].split())}")
+        lines.append(f"  {reason.replace('_', ' ')}: {counts}; for example {' '.join(found['example'].split())}")
     return lines
 
 
@@ -146,7 +146,7 @@ def _verdict(audit: dict[str, Any] | None) -> list[str]:
 
 
 def _taken(summary: Summary) -> str:
-    """The steps of this start, with its wall-clock; trajectories are counted over all starts."""
+    """A line with the steps of this start and its wall-clock time. Trajectories are counted over all starts."""
     steps, before = summary["steps"], summary["resumed_from"]
     within = f"in {summary['run_seconds']:.0f} s, start and end included"
     trained = f"{summary['trajectories']} trajectories trained"

@@ -1,8 +1,8 @@
-"""The Textual application: tabs of panels over a live state, drawn at the pace that is given, or when a key asks.
+"""The Textual application: tabs with panels of a live state, drawn at a given pace and after a key press.
 
 Invariants, each with a test of its name:
-- only_what_is_in_sight_is_drawn: sections that no visible panel needs are not even put together;
-- what_did_not_change_is_not_drawn_again.
+- only_visible_panels_are_drawn: sections that no visible panel needs are not even computed;
+- unchanged_panels_are_not_drawn_again: a panel is drawn only if a section that it needs has changed.
 """
 
 import time
@@ -53,31 +53,31 @@ from streamrl.schemas.trajectories import Trajectory
 from streamrl.settings.features import feature_sections
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as of a shell."""
+"""Exit code after Ctrl-C, as in a shell."""
 SLOW = {"curves": 2, "lengths": 2, "staleness": 2, "split": 2}
-"""Sections that are rendered every so many ticks: they are large, and change slowly."""
+"""Ticks between two computations of a section that is large and changes slowly."""
 KEYS = (
     ("1 … 6, ← →", "tabs"),
-    ("↑ ↓, Enter", "choose a trajectory, read it whole"),
-    ("Tab", "to the detail and back; ↑ ↓ scroll it"),
+    ("↑ ↓, Enter", "choose a trajectory, show it in full"),
+    ("Tab", "to the details and back; ↑ ↓ scroll them"),
     ("f", "follow the newest trajectories again"),
-    ("space", "hold the display, go on"),
+    ("space", "pause or resume the display"),
     ("?", "this help"),
-    ("q", "leave; the run goes on"),
+    ("q", "quit; the run continues"),
 )
 MEANINGS = (
     ("lag", "trajectories that the trainer has not finished: neither trained nor skipped"),
-    ("staleness", "steps between the oldest token's weights and those improved"),
-    ("−2", "a worker is two weight versions behind"),
-    ("busy", "share of the last minute that was not waiting"),
+    ("staleness", "steps between the oldest token's weights and the trained ones"),
+    ("−2", "the worker is two weight versions behind"),
+    ("busy", "share of the last minute without waiting"),
 )
 
 
 class Help(ModalScreen[None]):
-    """What the keys do and what the panels mean, over the screen until a key is pressed."""
+    """Explains the keys and the panels, on top of the screen until a key is pressed."""
 
     def compose(self) -> ComposeResult:
-        """One box."""
+        """One box with both lists."""
         text = Text()
         for rows in (KEYS, MEANINGS):
             for name, meaning in rows:
@@ -86,8 +86,8 @@ class Help(ModalScreen[None]):
         yield Static(text.append("any key closes this", MUTED), id="help")
 
     def on_key(self, event: events.Key) -> None:
-        """Close."""
-        event.stop()  # the key that closes it is to do nothing else
+        """Close the help."""
+        event.stop()  # the key that closes it must do nothing else
         self.dismiss()
 
 
@@ -95,7 +95,7 @@ Sections = Mapping[str, Any]
 
 
 class Drawing(NamedTuple):
-    """What a panel shows: its title, the sections it needs, and how they are drawn."""
+    """A panel's title, the sections that it needs, and the function that draws them."""
 
     title: str
     needs: tuple[str, ...]
@@ -108,7 +108,7 @@ REWARD = Drawing("reward", ("curves",), curve("reward"))
 LENGTH = Drawing("mean length, tokens", ("curves",), curve("completions/mean_length", KINDS["checkpoint"]))
 LENGTHS = Drawing("predicted × actual length", ("lengths",), draw_lengths)
 LAG = Drawing("lag by length bucket", ("lag",), draw_lag)
-STALENESS = Drawing("staleness of what was trained", ("staleness",), draw_staleness)
+STALENESS = Drawing("staleness of trained trajectories", ("staleness",), draw_staleness)
 SPLIT = Drawing("time, last minute", ("split",), draw_split)
 WORKERS = Drawing("workers", ("workers", *feature_sections()), draw_workers)
 ROWS = Drawing("last trajectories", ("trajectories",), draw_rows)
@@ -125,7 +125,7 @@ BOARD = {
     "rows": ROWS,
     "events": EVENTS,
 }
-"""Of the first tab, by the name that the style sheet knows; small screens show some of them."""
+"""Panels of the first tab, by their names in the style sheet. Small screens show some of them."""
 CURVES = (
     REWARD,
     LENGTH,
@@ -137,7 +137,7 @@ CURVES = (
 
 
 class Panel(Widget):
-    """A bordered part of the screen; draws again only when a section that it needs has changed."""
+    """A bordered part of the screen, drawn again only when a section that it needs has changed."""
 
     def __init__(self, drawing: Drawing, name: str | None = None, classes: str = "panel") -> None:
         super().__init__(id=name, classes=classes)
@@ -146,9 +146,9 @@ class Panel(Widget):
         self.shown: dict[str, Any] = {}
 
     def show(self, sections: Sections) -> bool:
-        """Take sections over; whether there was anything new."""
+        """Use these sections from now on. Returns whether any of them has changed."""
         new = {name: sections[name] for name in self.drawing.needs}
-        # Drawing costs far more than comparing: most sections do not change within a second.
+        # Drawing costs far more than comparing, and most sections do not change within a second.
         if new == self.shown:
             return False
         self.shown = new
@@ -156,20 +156,20 @@ class Panel(Widget):
         return True
 
     def render(self) -> Text:
-        """As Textual asks for it."""
+        """The panel's text. Textual calls this."""
         width, height = self.content_size
         return self.drawing.draw(self.shown, width, height) if self.shown else Text()
 
 
 Read = Callable[[str], Awaitable[Trajectory]]
-"""Reads the record at ``partition@offset``; raises an error of ours if it is gone or the broker does not answer."""
+"""Reads the record at ``partition@offset``. Raises a StreamRLError if it is deleted or the broker does not answer."""
 Row = Mapping[str, Any]
 
 
 class Trajectories(Container):
-    """The tab of trajectories: the newest as a list, and one of them in detail.
+    """The tab of trajectories: a list of the newest, and one of them in detail.
 
-    Follows the newest until another row is chosen; then the list stands still.
+    The list follows the newest trajectories until the user chooses another row. Then it is held.
     """
 
     def __init__(self, read: Read, run_path: str) -> None:
@@ -181,20 +181,20 @@ class Trajectories(Container):
         self.width = 0
 
     def compose(self) -> ComposeResult:
-        """List above or left, detail below or right."""
+        """The list above or to the left, the details below or to the right."""
         with Container(id="listed", classes="panel") as listed:
             listed.border_title = "last trajectories"
             yield Static(id="columns")
             yield OptionList(id="list")
         with VerticalScroll(id="detail", classes="panel") as detail:
             detail.border_title = "trajectory"
-            yield Static(id="told")
+            yield Static(id="content")
 
     def show(self, rows: Sequence[Row]) -> None:
-        """Take the newest rows over, unless the list is held."""
+        """Show the newest rows, unless the list is held."""
         listed = self.query_one("#list", OptionList)
         width = listed.scrollable_content_region.width - 2
-        # Filling a list costs hundreds of widgets; not for the same rows.
+        # Filling a list creates hundreds of widgets, so it is not done for the same rows.
         if self.held or width < 1 or (list(rows) == self.rows and width == self.width):
             return
         self.rows, self.width = list(rows), width
@@ -202,53 +202,53 @@ class Trajectories(Container):
         listed.clear_options()
         listed.add_options([Option(row_of(row, width)) for row in self.rows])
         if self.rows:
-            # Sends ``OptionHighlighted``, by which the newest row is told in the detail.
+            # Sends ``OptionHighlighted``, which shows the newest row's details.
             listed.highlighted = 0
 
     def follow(self) -> None:
-        """Let the list go on."""
+        """Let the list follow the newest trajectories again."""
         self.held, self.opened = False, ""
-        self._title()
+        self._update_title()
 
     def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
-        """Show what is known at once; any row but the newest holds the list."""
-        # Messages wait in a queue: this one may be of a longer list, which was filled anew meanwhile.
+        """Show a preview of the row. Any row except the newest also holds the list."""
+        # Messages wait in a queue: this one may be about a longer list that has been replaced in the meantime.
         if event.option_index >= len(self.rows):
             return
-        # Whoever moves down wants to read: rows that run away under the cursor cannot be.
+        # A user who moves down wants to read, so rows must not move away from the cursor.
         if event.option_index and not self.held:
             self.held = True
-            self._title()
+            self._update_title()
         row = self.rows[event.option_index]
         if row["place"] != self.opened:
             self.opened = ""
-            self._tell(preview(row))
+            self._show_text(preview(row))
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         """Read the whole record."""
         row = self.rows[event.option_index]
         self.held, self.opened = True, row["place"]
-        self._title()
-        # A task of its own, so that the screen does not stand still meanwhile; the reading of another row is cancelled.
+        self._update_title()
+        # In a task of its own, so that the screen keeps updating. It cancels the reading of another row.
         self.run_worker(self._open(row), exclusive=True)
 
     async def _open(self, row: Row) -> None:
         command = f"streamrl show {row['id']} {self.run_path}"
         try:
-            told = whole(await self.read(row["place"]), row["place"], row["fate"], command)
+            text = whole(await self.read(row["place"]), row["place"], row["fate"], command)
         except StreamRLError as error:
-            told = preview(row).append(f"\n{plain_text(str(error))}", BAD)
+            text = preview(row).append(f"\n{plain_text(str(error))}", BAD)
         # Another row may have been chosen while this one was read.
         if self.opened == row["place"]:
-            self._tell(told)
+            self._show_text(text)
 
-    def _tell(self, text: Text) -> None:
-        self.query_one("#told", Static).update(text)
+    def _show_text(self, text: Text) -> None:
+        self.query_one("#content", Static).update(text)
         self.query_one("#detail", VerticalScroll).scroll_home(animate=False)
 
-    def _title(self) -> None:
+    def _update_title(self) -> None:
         self.query_one("#listed", Container).border_title = (
-            "last trajectories, held (f follows again)" if self.held else "last trajectories"
+            "last trajectories, held (f: follow again)" if self.held else "last trajectories"
         )
 
 
@@ -259,16 +259,18 @@ TABS = ("loop", "curves", "lengths", "workers", "trajectories", "events")
 
 
 class TopApp(App[None]):
-    """``read`` fetches a whole trajectory; ``run_path``: how the run is named on a command line; ``pace_s``: seconds
-    between two looks.
+    """The screen of `streamrl top`.
+
+    ``read``: fetches a whole trajectory; ``run_path``: the run's name on a command line; ``pace_s``: seconds between
+    two updates.
     """
 
     CSS_PATH = Path(__file__).parent / "top.tcss"
     ENABLE_COMMAND_PALETTE = False
-    # Columns and rows from which a screen has a class that the style sheet chooses panels by.
+    # Columns and rows from which a screen has a class. The style sheet chooses panels by these classes.
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (120, "-wide")]
     VERTICAL_BREAKPOINTS = [(0, "-low"), (40, "-high")]
-    # With priority: asked before the widget that has the focus, which may have a use of its own for the key.
+    # With priority: checked before the focused widget, which may use the key itself.
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(number), f"tab({number})", show=False) for number in range(1, len(TABS) + 1)),
         Binding("right", "turn(1)", show=False, priority=True),
@@ -294,11 +296,11 @@ class TopApp(App[None]):
         self.title = f"streamrl top  {state.run}"
         self.state, self.clock, self.pace_s = state, clock, pace_s
         self.sections: dict[str, Any] = {}
-        # Kept, as every look asks them: no search through the tree of widgets each time.
+        # Kept, because every update needs them: no search through the tree of widgets each time.
         self.head = Panel(HEAD, "head", classes="")
         self.tabs = TabbedContent(id="tabs")
         self.listing = Trajectories(read, run_path)
-        # Tick zero is one at which every section is due.
+        # At tick 0, every section is due.
         self.ticks = 0
         self.held = False
 
@@ -306,7 +308,7 @@ class TopApp(App[None]):
         """The line at the top, the tabs, the keys."""
         with Horizontal(id="top"):
             yield self.head
-            yield Static(" held: space goes on ", id="held")
+            yield Static(" paused: space resumes ", id="held")
         with self.tabs:
             with TabPane("1 Loop", id="loop-tab"), Vertical():
                 yield Panel(LOOP, "loop")
@@ -328,30 +330,30 @@ class TopApp(App[None]):
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Begin to look."""
-        # Panels have a size to draw for only once they were laid out.
+        """Start the updates."""
+        # Panels have no size to draw for before they are laid out.
         self.call_after_refresh(self.render_again)
 
     def render_again(self) -> None:
-        """Look, and once more when it is time."""
+        """Update, and schedule the next update."""
         self.render_now()
         # A new timer each time rather than an interval, because the pace may have changed.
         self.set_timer(self.pace_s(), self.render_again)
 
     def render_now(self) -> None:
-        """Draw what has changed since, of what is in sight."""
-        # A timer may still ring while the screen is put up or taken down.
+        """Draw the visible panels that have changed."""
+        # A timer may fire while the screen is being set up or closed.
         if self.held or not self.head.is_attached or (pane := self.tabs.active_pane) is None:
             return
         now = self.state.known_until(self.clock())
         self.state.tick(now)
         panels = [panel for panel in (self.head, *pane.query(Panel)) if panel.display]
         listing = pane.id == "trajectories-tab"
-        # Sections are put together for what is in sight only.
+        # Only the sections of visible panels are computed.
         needed = {name for panel in panels for name in panel.drawing.needs} | ({"trajectories"} if listing else set())
         sections = sections_of(self.state)
         for name in needed & sections.keys():
-            # At once when a tab is first opened, at its own pace later.
+            # At once when a tab is first opened, later at the section's own pace.
             if name not in self.sections or not self.ticks % SLOW.get(name, 1):
                 self.sections[name] = sections[name](now)
         for panel in panels:
@@ -360,23 +362,23 @@ class TopApp(App[None]):
             self.listing.show(self.sections["trajectories"])
         self.ticks += 1
 
-    def render_anew(self) -> None:
-        """Draw at once, whatever is due."""
+    def render_everything(self) -> None:
+        """Compute all needed sections and draw at once."""
         self.ticks = 0
         self.render_now()
 
     def on_tabbed_content_tab_activated(self, event: TabbedContent.TabActivated) -> None:
-        """What was out of sight is old, and has a size only when the tab has been laid out."""
+        """Update the tab's panels, which are out of date, as soon as it is laid out and they have a size."""
         if event.pane.id == "trajectories-tab":
             self.query_one("#list", OptionList).focus()
-        self.call_after_refresh(self.render_anew)
+        self.call_after_refresh(self.render_everything)
 
     def on_resize(self) -> None:
-        """Other panels may be in sight now."""
-        self.call_after_refresh(self.render_anew)
+        """Update, because other panels may be visible now."""
+        self.call_after_refresh(self.render_everything)
 
     def action_tab(self, number: int) -> None:
-        """Go to a tab, from 1."""
+        """Go to a tab, counted from 1."""
         self.tabs.active = f"{TABS[number - 1]}-tab"
 
     def action_turn(self, by: int) -> None:
@@ -385,20 +387,20 @@ class TopApp(App[None]):
         self.action_tab((TABS.index(active) + by) % len(TABS) + 1)
 
     def action_interrupt(self) -> None:
-        """Leave as a command that was interrupted; a run that shows this view stops then."""
+        """Exit with the code of an interrupted command. A run that shows this view then stops."""
         self.exit(return_code=INTERRUPTED)
 
     def action_hold(self) -> None:
-        """Hold the display still, or let it go on."""
+        """Pause or resume the display."""
         self.held = not self.held
         self.query_one("#held", Static).display = self.held
-        self.render_anew()
+        self.render_everything()
 
     def action_follow(self) -> None:
-        """Let the list of trajectories go on."""
+        """Let the list of trajectories follow the newest again."""
         self.listing.follow()
-        self.render_anew()
+        self.render_everything()
 
     def action_help(self) -> None:
-        """Explain."""
+        """Show the help."""
         self.push_screen(Help())

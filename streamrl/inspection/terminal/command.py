@@ -1,4 +1,4 @@
-"""`streamrl top`: connects, shows the screen or prints lines, and ends with a code."""
+"""`streamrl top`: connects, shows the screen or prints lines, and returns an exit code."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ JSON_SECTIONS = ("loop", "lag", "workers", *feature_sections(), "split", "stalen
 
 @dataclass(frozen=True)
 class LineOptions:
-    """How lines are printed. ``once``: one line, then the end."""
+    """How lines are printed. ``once``: print one line and exit."""
 
     interval_s: float = 2.0
     as_json: bool = False
@@ -47,18 +47,18 @@ class LineOptions:
 
 
 def show_top(connection: RunConnection, where: Path | None, options: LineOptions, *, on_screen: bool) -> int:
-    """Show the run until asked to leave; the exit code.
+    """Show the run until the user leaves, and return the exit code.
 
     Raises:
-        UserError: no such run, or no broker.
-        StreamRLError: the broker refuses.
+        UserError: there is no such run, or no broker.
+        StreamRLError: the broker refuses a request.
     """
     try:
-        # Textual sets CPython's factory of eager tasks, which up to 3.13.2 refuses an argument that uvloop gives it.
+        # Textual sets CPython's eager task factory, which up to 3.13.2 rejects an argument that uvloop passes.
         run_loop = asyncio.run if on_screen else uvloop.run
         return run_loop(_show(connection, str(where) if where else "", options, on_screen=on_screen))
-    except BrokenPipeError:  # whoever read our output has seen enough
-        # Python flushes standard output once more on leaving, which would raise again.
+    except BrokenPipeError:  # the reader of our output has closed it
+        # Python flushes standard output again on exit, which would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
@@ -75,18 +75,18 @@ async def _show(connection: RunConnection, where: str, options: LineOptions, *, 
     reading = asyncio.create_task(feed.run(stop))
     shown = _on_screen(connection, feed, where or connection.run, stop) if on_screen else _in_lines(feed, options, stop)
     showing = asyncio.create_task(shown)
-    # A single line is soon over.
+    # With ``once`` the command ends too soon for this to matter.
     yielding = asyncio.create_task(give_way_when(lambda: bool(feed.positions) and not options.once))
     try:
         await asyncio.wait({reading, showing}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         stop.set()
         yielding.cancel()
-        # A feed that ended by itself has failed: the screen would show a past for ever.
+        # A feed ends early only on failure: the screen would show old data for ever.
         if reading.done() and not showing.done():
             showing.cancel()
         results = await asyncio.gather(reading, showing, yielding, return_exceptions=True)
-    # The first problem is the one that ended the other task.
+    # Raise the first problem: it is the one that ended the other task.
     for problem in results:
         if isinstance(problem, Exception):
             raise problem
@@ -94,7 +94,7 @@ async def _show(connection: RunConnection, where: str, options: LineOptions, *, 
 
 
 async def _in_lines(feed: RunFeed, options: LineOptions, stop: asyncio.Event) -> int:
-    # By the loop: a signal then ends it between two lines, never within one.
+    # The loop checks ``stop``, so a signal ends it between two lines, never within one.
     with stopping.until_asked(lambda _: stop.set()):
         await print_lines(feed, options, stop)
     return stopping.exit_code(after_ctrl_c=0)
@@ -111,7 +111,7 @@ async def _on_screen(connection: RunConnection, feed: RunFeed, run_path: str, st
 
     tell_in_events(feed.state)
     app = TopApp(feed.state, read, run_path, pace_s=feed.pace_s)
-    # Through the application, which puts the terminal back as it was; SIGHUP: its window was closed.
+    # Through the application, which restores the terminal. SIGHUP means that its window was closed.
     with stopping.until_asked(lambda _: app.exit()):
         tune_garbage_collector()
         await app.run_async()
@@ -123,7 +123,7 @@ async def read_trajectory(connection: RunConnection, place: str) -> Trajectory:
     """The record at ``partition@offset``.
 
     Raises:
-        UserError: it is gone, or does not decode.
+        UserError: there is no record any more, or it does not decode.
         BusUnavailable: no broker answers.
     """
     partition, offset = map(int, place.split("@"))
@@ -136,20 +136,20 @@ async def read_trajectory(connection: RunConnection, place: str) -> Trajectory:
 
 
 def tell_in_events(state: RunState) -> None:
-    """Warnings go to the event log, because whatever is printed would stand across the screen."""
+    """Send log warnings to the screen's event list. Printed, they would damage the screen."""
 
     def note(_logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-        told = " ".join(str(event[name]) for name in ("event", "error") if name in event)
-        state.log.add(time.time(), "warn" if method == "warning" else "bad", told[:400])
+        text = " ".join(str(event[name]) for name in ("event", "error") if name in event)
+        state.log.add(time.time(), "warn" if method == "warning" else "bad", text[:400])
         raise structlog.DropEvent
 
     structlog.configure(processors=[note], wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
-    # Libraries log by the standard module, past structlog.
-    logging.getLogger().handlers[:] = [_Noted(state)]
+    # Libraries log with the standard module, not with structlog.
+    logging.getLogger().handlers[:] = [_EventLogHandler(state)]
 
 
-class _Noted(logging.Handler):
-    """Of libraries."""
+class _EventLogHandler(logging.Handler):
+    """Adds the log records of libraries to the event list."""
 
     def __init__(self, state: RunState) -> None:
         super().__init__(logging.WARNING)
@@ -160,36 +160,37 @@ class _Noted(logging.Handler):
 
 
 async def print_lines(feed: RunFeed, options: LineOptions, stop: asyncio.Event) -> None:
-    """Print what the feed's state says.
+    """Print the feed's state at each interval.
 
     Consumes: the state, which the feed updates. Produces: text on standard output.
-    Waits for: the feed's past, then for each interval.
-    On failure: raises. On stop: prints nothing more; a finished run ends it after its last line.
+    Waits for: the feed to catch up, then for each interval.
+    On failure: raises. On stop: prints nothing more. If the run is finished, it returns after the last line.
     """
     await _caught_up(feed, stop)
-    told = 0
+    printed_events = 0
     while not stop.is_set():
         now = feed.state.known_until(time.time())
         feed.state.tick(now)
         if options.as_json:
-            print(json.dumps(object_of(feed.state, now, told), separators=(",", ":"), allow_nan=False), flush=True)
-            # Events are printed once; the next object begins behind them.
-            told = feed.state.log.numbered
+            found = object_of(feed.state, now, printed_events)
+            print(json.dumps(found, separators=(",", ":"), allow_nan=False), flush=True)
+            # Each event is printed once, so the next object starts after these.
+            printed_events = feed.state.log.numbered
         else:
-            print(line_of(feed.state, now), flush=True)  # into a pipe, Python would hold lines back
+            print(line_of(feed.state, now), flush=True)  # Python would buffer lines into a pipe
         if options.once or feed.state.progress.finished:
             return
         await happens_within(stop, options.interval_s)
 
 
 async def _caught_up(feed: RunFeed, stop: asyncio.Event) -> None:
-    # A feed has positions only when it has read the past: a line before that would tell of an empty run.
+    # A feed has positions only after it has caught up. A line before that would show an empty run.
     while not feed.positions and not stop.is_set():
         await happens_within(stop, CATCHING_UP_S)
 
 
 def line_of(state: RunState, now: float) -> str:
-    """Health, step, reward, rates, staleness, lag per bucket, weights per worker."""
+    """One line with health, step, reward, rates, staleness, lag per bucket, and weights per worker."""
     found = snapshot(state, now)
     loop, lag = found["loop"], found["lag"]
     of = "" if loop["max_steps"] is None else f"/{loop['max_steps']}"
@@ -213,18 +214,18 @@ def line_of(state: RunState, now: float) -> str:
     return "  ".join(parts)
 
 
-def object_of(state: RunState, now: float, told: int) -> dict[str, Any]:
-    """The same and more as plain data; ``told``: the number of the last event that was printed before."""
+def object_of(state: RunState, now: float, last_event: int) -> dict[str, Any]:
+    """The state as plain data, with more details than a line. ``last_event``: number of the last printed event."""
     found = snapshot(state, now)
     return {
         "at": round(now, 3),
         "run": state.run,
         **{name: found[name] for name in JSON_SECTIONS if name in found},
-        "events": newest_events(found["events"], told),
+        "events": newest_events(found["events"], last_event),
     }
 
 
 def newest_events(events: Sequence[Sequence[Any]], after: int) -> list[dict[str, Any]]:
-    """Events with a higher number."""
+    """The events whose number is above ``after``."""
     names = ("number", "at", "level", "text", "times")
     return [dict(zip(names, event, strict=True)) for event in events if event[0] > after]

@@ -1,7 +1,7 @@
-"""What the screen is drawn with: bars, columns and short numbers in block characters, curves, events, trajectories.
+"""Draws the parts of the screen: bars, columns and short numbers in block characters, curves, events, trajectories.
 
-Invariant nothing_is_wider_than_asked: every line fits its width in terminal cells, whatever the text holds. Textual's
-Sparkline draws bars of one widget's own height without bounds or gaps, so curves are drawn here: rows of eighths.
+Invariant every_line_fits_its_width: every line fits its width in terminal cells, for any text. Textual's Sparkline
+draws bars as high as its widget, without bounds or gaps. So curves are drawn here, in rows of eighths of a cell.
 """
 
 import math
@@ -17,9 +17,9 @@ from streamrl.schemas.plain_text import plain_text
 from streamrl.schemas.trajectories import Trajectory
 
 Draw = Callable[[Mapping[str, Any], int, int], Text]
-"""Of sections, a width and a height in cells, a text that fits them."""
+"""Takes sections, a width and a height in cells, and returns a text that fits them."""
 MARGIN = 6
-"""Cells left of a curve, for its bounds."""
+"""Cells to the left of a curve, for its bounds."""
 EIGHTHS = " ▏▎▍▌▋▊▉"
 BAR_LEVELS = " ▁▂▃▄▅▆▇█"
 
@@ -38,13 +38,13 @@ SERIES = ("#4fd1bd", "#b3a2ff", "#f0ab45", "#6fa8f5", "#e37acb", "#b9cf5f")
 EVENT_LEVELS = {"info": MUTED, "good": GOOD, "warn": WARN, "bad": BAD}
 HEALTHS = {"running": GOOD, "finished": ACCENT, "starting": MUTED, "stalled": BAD}
 SHOWN_CHARACTERS = 20_000
-"""Of one text; more would make the screen slow to scroll."""
+"""Characters shown of a text. More would make the screen slow to scroll."""
 Column = float | None
 _RUNS = re.compile("█+|[^█]+")
 
 
 def fitted(text: str, width: int, *, right: bool = False) -> str:
-    """Exactly ``width`` cells: filled up, or cut with an ellipsis."""
+    """The text at exactly ``width`` cells: padded, or cut with an ellipsis."""
     missing = width - cell_len(text)
     if missing < 0:
         return set_cell_size(text, width - 1) + "…" if width > 0 else ""
@@ -52,33 +52,33 @@ def fitted(text: str, width: int, *, right: bool = False) -> str:
 
 
 def short(value: float | None) -> str:
-    """At most six characters: 0.123, 12.3, 1234, 12k, 3.4M; a dash for None."""
+    """A number in at most six characters: 0.123, 12.3, 1234, 12k, 3.4M; a dash for None."""
     if value is None or not math.isfinite(value):
         return "–"
     size = abs(value)
     for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        # Four digits stay as they are; from 9999.5 on rounding would make five of them.
+        # Four digits are kept. From 9999.5 on, rounding would make five.
         if size >= max(factor, 9999.5):
             scaled = value / factor
             return f"{scaled:.1f}{letter}" if abs(scaled) < 9.95 else f"{scaled:.0f}{letter}"
     if value == round(value) or size >= 99.95:
         return f"{value:.0f}"
-    # Bounds a little below the round number, since rounding would lift the figure to one digit more.
+    # The bounds are a little below the round numbers, since rounding could add a digit.
     digits = 1 if size >= 9.995 else 2 if size >= 0.995 else 3
     return f"{value:.{digits}f}" if size >= 0.0005 else f"{value:.0e}"
 
 
 def bar(share: float, width: int) -> str:
-    """A horizontal bar of 0 to 1, filled up with blanks; what is not zero can be seen."""
+    """A horizontal bar of a share from 0 to 1, padded with blanks. Any share above 0 is visible."""
     eighths = round(min(1.0, max(0.0, share)) * width * 8)
-    # Nothing and very little look different.
+    # A very small share must differ from 0.
     eighths = max(eighths, 1) if share > 0 and width else eighths
     whole, rest = divmod(eighths, 8)
     return ("█" * whole + (EIGHTHS[rest] if rest else "")).ljust(width)
 
 
 def resampled(values: Sequence[Column], width: int) -> list[Column]:
-    """As many values as columns: neighbours joined into their mean, or repeated if there are too few."""
+    """One value per column: means of neighbours, or repeated values if there are too few."""
     count = len(values)
     if not count or width <= 0:
         return []
@@ -86,20 +86,20 @@ def resampled(values: Sequence[Column], width: int) -> list[Column]:
     for column in range(width):
         first = column * count // width
         last = max(first + 1, (column + 1) * count // width)
-        # A gap in one of several steps is no gap of their mean.
+        # Missing values do not count in the mean.
         known = [value for value in values[first:last] if value is not None]
         columns.append(sum(known) / len(known) if known else None)
     return columns
 
 
 def columns_of(values: Sequence[Column], height: int, low: float, high: float) -> list[str]:
-    """Rows from the top: each value as a column of ``height`` rows between two bounds; gaps are blank."""
+    """Rows from the top, with each value as a column of ``height`` rows between two bounds. Gaps are blank."""
     span = high - low
     levels = []
     for value in values:
-        # A metric that never changed is drawn half-way up: neither bound would be true.
+        # A metric that never changed is drawn at half height, because it is at neither bound.
         share = 0.5 if span <= 0 else 0.0 if value is None else (value - low) / span
-        # Level 0 is a gap, so values have 1 to 8 * height: the lowest one can be seen.
+        # Level 0 is a gap. Values have levels 1 to 8 * height, so the lowest one is visible.
         levels.append(0 if value is None else 1 + round(min(1.0, max(0.0, share)) * (height * 8 - 1)))
     return [
         "".join(BAR_LEVELS[min(8, max(0, level - 8 * row))] for level in levels) for row in range(height - 1, -1, -1)
@@ -107,21 +107,21 @@ def columns_of(values: Sequence[Column], height: int, low: float, high: float) -
 
 
 def inked(drawn: str, style: str) -> Text:
-    """Blocks in a colour. Full ones fill their cell behind the character too, as some terminals space lines out."""
+    """Blocks in a colour. Full blocks also get it as background, because some terminals put space between lines."""
     text = Text(no_wrap=True)
-    # By runs of full and of partial blocks, as few spans as possible: Rich styles each.
+    # By runs of full and of partial blocks, for as few spans as possible: Rich styles each span.
     for run in _RUNS.findall(drawn):
         text.append(run, f"{style} on {style}" if run[0] == "█" else style)
     return text
 
 
 def first_that_fits(candidates: Sequence[str], width: int) -> str:
-    """The first of some wordings, longest first, that is not too wide; else the last, cut."""
+    """The first of some wordings, longest first, that fits the width; else the last one, cut."""
     return next((text for text in candidates if cell_len(text) <= width), fitted(candidates[-1], width).rstrip())
 
 
 def lines(rows: Sequence[Text], width: int, height: int) -> Text:
-    """As one text of at most so many rows, each cut to the width."""
+    """One text of at most ``height`` rows, each cut to the width."""
     kept = list(rows[: max(0, height)])
     for row in kept:
         row.no_wrap = True
@@ -130,12 +130,12 @@ def lines(rows: Sequence[Text], width: int, height: int) -> Text:
 
 
 def nothing(why: str, width: int) -> Text:
-    """In place of a drawing."""
+    """The text that is shown if there is nothing to draw."""
     return lines([Text(why, MUTED)], width, 1)
 
 
 def curve(name: str, style: str = ACCENT) -> Draw:
-    """Draws the metric of this name over the optimizer steps: columns, bounds at the left, steps below."""
+    """A function that draws this metric over the optimizer steps: columns, bounds at the left, steps below."""
 
     def draw(data: Mapping[str, Any], width: int, height: int) -> Text:
         values, steps = data["curves"][name], data["curves"]["step"]
@@ -143,7 +143,7 @@ def curve(name: str, style: str = ACCENT) -> Draw:
         rows, room = height - 1, width - MARGIN - 1
         if not known or rows < 1 or room < 4:
             return nothing("no step yet" if not steps else "not reported by this run", width)
-        # The whole height for what the metric really did; the bounds are written beside it.
+        # The whole height is for the metric's real range, whose bounds are written next to it.
         low, high = min(known), max(known)
         drawn = columns_of(resampled(values, room), rows, low, high)
         text = []
@@ -160,7 +160,7 @@ def _axis(steps: list[float | None], last: float, room: int) -> Text:
     first, end = f"step {steps[0] or 0:.0f}", f"{steps[-1] or 0:.0f}"
     now = f"now {short(last)}"
     line = Text(" " * (MARGIN + 1))
-    # What fits: first and last step with the newest value between them, else the value alone.
+    # First and last step with the newest value between them if they fit, else the value alone.
     between = room - len(first) - len(end) - len(now)
     if between < 2:
         return line.append(fitted(now, room, right=True), "bold")
@@ -169,7 +169,7 @@ def _axis(steps: list[float | None], last: float, room: int) -> Text:
 
 
 def draw_head(data: Mapping[str, Any], width: int, _height: int = 1) -> Text:
-    """Run, algorithm, health, step, reward, workers, and how long ago the last step was."""
+    """A line with run, health, step, reward, workers, weights, the age of the last step, and the algorithm."""
     loop = data["loop"]
     reward, age, most = loop["reward"], loop["step_age_s"], loop["max_steps"]
     parts = [
@@ -183,22 +183,22 @@ def draw_head(data: Mapping[str, Any], width: int, _height: int = 1) -> Text:
         (plain_text(loop["algorithm"]), MUTED),
     ]
     text = Text()
-    for told, style in parts:
-        # From the left, as long as the next part fits: the important ones stand first.
-        if told and (not text or text.cell_len + 2 + cell_len(told) <= width):
-            text.append("  " if text else "").append(told, style)
+    for part, style in parts:
+        # From the left, as long as the next part fits: the important parts come first.
+        if part and (not text or text.cell_len + 2 + cell_len(part) <= width):
+            text.append("  " if text else "").append(part, style)
     return lines([text], width, 1)
 
 
 def draw_events(data: Mapping[str, Any], width: int, height: int) -> Text:
-    """Newest first, with their time."""
+    """Events with their times, newest first."""
     events = data["events"]
     if not events:
-        return nothing("nothing happened yet", width)
+        return nothing("no events yet", width)
     rows = []
-    for _, at, level, told, times in reversed(events[-height:] if height else []):
+    for _, at, level, event, times in reversed(events[-height:] if height else []):
         row = Text.assemble(
-            (time.strftime("%H:%M:%S ", time.localtime(at)), MUTED), (plain_text(told), EVENT_LEVELS[level])
+            (time.strftime("%H:%M:%S ", time.localtime(at)), MUTED), (plain_text(event), EVENT_LEVELS[level])
         )
         rows.append(row.append(f"  ×{times}" if times > 1 else "", "bold"))
     return lines(rows, width, height)
@@ -219,8 +219,8 @@ def _columns(width: int) -> dict[str, int]:
 
 
 def row_of(row: Mapping[str, Any], width: int) -> Text:
-    """A trajectory in a line: as many columns as fit, and how it begins."""
-    # Only the number of the last version: the lineage is the same but for the moment of a restart.
+    """A line for a trajectory: as many columns as fit, and the start of its text."""
+    # Only the number of the last version: the lineage rarely changes within a trajectory.
     versions, fate = row["versions"], row["fate"]
     held = versions[0] if len(versions) == 1 else f"{versions[0]}…{versions[-1].rpartition('-')[2]}"
     cells = {**row, "tokens": row["length"], "reward": short(row["reward"]), "weights": held}
@@ -236,13 +236,13 @@ def row_of(row: Mapping[str, Any], width: int) -> Text:
 
 
 def head_of_rows(width: int) -> Text:
-    """Names of the columns."""
+    """A line with the names of the columns."""
     names = (fitted(name, size, right=name in NUMBERS) for name, size in _columns(width).items())
     return lines([Text(" ".join(names).rstrip(), MUTED)], width, 1)
 
 
 def draw_rows(data: Mapping[str, Any], width: int, height: int) -> Text:
-    """The newest trajectories."""
+    """A table of the newest trajectories."""
     rows = data["trajectories"]
     if not rows:
         return nothing("no trajectory yet", width)
@@ -250,7 +250,7 @@ def draw_rows(data: Mapping[str, Any], width: int, height: int) -> Text:
 
 
 def preview(row: Mapping[str, Any]) -> Text:
-    """What is known of a trajectory without reading its record again."""
+    """A trajectory as far as it is known without reading its record."""
     text = Text.assemble(
         (plain_text(row["id"]), "bold"), ("  at ", MUTED), row["place"], ("  ", ""), (row["fate"], ACCENT)
     )
@@ -259,11 +259,11 @@ def preview(row: Mapping[str, Any]) -> Text:
     held = plain_text(" to ".join(row["versions"]))
     text.append(f"\n{row['length']} tokens, {row['predicted']} predicted; weights {held}")
     text.append(f"\nreward {short(row['reward'])}\n\n", "bold").append(_paragraphs(row["text"]))
-    return text.append("\n\nEnter reads the whole record: prompt, text, reward parts, versions", MUTED)
+    return text.append("\n\nEnter shows the whole record: prompt, text, reward parts, versions", MUTED)
 
 
 def whole(trajectory: Trajectory, place: str, fate: str, command: str) -> Text:
-    """Prompt, completion, reward parts and the weights of every stretch of tokens."""
+    """A trajectory in full: rewards, the weights of each range of tokens, prompt and completion."""
     count = len(trajectory.token_ids)
     text = Text.assemble((plain_text(trajectory.trajectory_id), "bold"), ("  at ", MUTED), place, "  ", (fate, ACCENT))
     text.append(
@@ -279,7 +279,7 @@ def whole(trajectory: Trajectory, place: str, fate: str, command: str) -> Text:
     for name, error in sorted(trajectory.reward_errors.items()):
         text.append(f"\n  {plain_text(name)} failed: {plain_text(str(error))}", BAD)
     _part(text, "weights by token")
-    # Colours repeat; what matters is that neighbours differ.
+    # Colours repeat, but neighbours differ.
     for number, span in enumerate(trajectory.version_spans):
         style = SERIES[number % len(SERIES)]
         held = plain_text(trajectory.named(span.version))

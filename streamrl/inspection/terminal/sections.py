@@ -1,6 +1,6 @@
 """The panels of `streamrl top`: the loop with its rates, lengths, lag, staleness, workers, and shares of the time.
 
-Each takes sections of a snapshot, and a width and a height in cells, and gives a text that fits them.
+Each function takes sections of a snapshot, a width and a height in cells, and returns a text that fits them.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ from streamrl.settings.features import displays
 
 SHADES = "░▒▓█"
 CELL, TALLEST = 2, 2
-"""Columns of a cell of the heat map at least, and its rows at most: terminal cells are twice as tall as wide."""
+"""Least width in columns and largest height in rows of a heat map's cell: terminal cells are twice as tall as wide."""
 LABEL = 6
 BOXES = (11, 13, 16, 11)
 ROOMY = (15, 19, 22, 19)
@@ -47,10 +47,10 @@ STATES = {"silent": BAD, "stopped": MUTED, "draining": WARN, "ready": GOOD}
 
 
 def draw_loop(data: Mapping[str, Any], width: int, height: int) -> Text:
-    """Six rows, from 75 columns on; below that, the same in words."""
+    """The loop as boxes and arrows in six rows if it is wide enough (from 75 columns on), else in words."""
     loop, lag = data["loop"], data["lag"]
     boxes = ROOMY if width >= LOOP_ROOMY_FROM else BOXES
-    # What the boxes leave is divided among the arrows between them.
+    # The width that the boxes leave is divided among the arrows between them.
     gap = (width - sum(boxes)) // ARROWS
     if gap < 8 or height < 5:
         return _in_words(loop, width, height)
@@ -70,7 +70,7 @@ def draw_loop(data: Mapping[str, Any], width: int, height: int) -> Text:
     details = ("", f"{loop['workers']} alive", _refused(loop, boxes[2] - 3), time_left)
     rows = [Text(), Text(), Text(), Text()]
     for index, box in enumerate(boxes):
-        # Box by box, each into the four rows of text.
+        # Each box adds a part to the four rows of text.
         for row, part in zip(rows, _box(contents[index], details[index], box), strict=True):
             row.append_text(part)
         if index < ARROWS:
@@ -97,7 +97,7 @@ def _refused(loop: Mapping[str, Any], width: int) -> str:
 
 
 def _box(content: tuple[str, str], detail: str, width: int) -> list[Text]:
-    """Four rows; the name stands in the upper border."""
+    """A box of four rows, with the name in the upper border."""
     name, first = content
     inner = width - 2
     top = Text.assemble(("╭ ", GRID), (name, f"bold {ACCENT}"), (" " + "─" * (inner - len(name) - 2) + "╮", GRID))
@@ -113,7 +113,7 @@ def _detail_style(detail: str) -> str:
 
 
 def _arrow(rate: float, gap: int) -> Text:
-    """The rate within the line, which is drawn bold while something flows."""
+    """An arrow with the rate in it, coloured while the rate is not zero."""
     style = ACCENT if rate else MUTED
     word = f" {short(rate)}/s "
     word = first_that_fits((word, word.strip()), gap - 2)
@@ -122,8 +122,8 @@ def _arrow(rate: float, gap: int) -> Text:
 
 
 def _way_back(loop: Mapping[str, Any], boxes: tuple[int, ...], gap: int) -> list[Text]:
-    """From under the trainer back to under the workers."""
-    # From the middle of the trainer's box to the middle of the workers'.
+    """Two rows with the arrow of the weights, from below the trainer back to below the workers."""
+    # From the middle of the trainer's box to the middle of the workers' box.
     begin = boxes[0] + gap + boxes[1] // 2
     end = sum(boxes[:3]) + ARROWS * gap + boxes[3] // 2
     rate = loop["weights_per_min"]
@@ -152,7 +152,7 @@ def _in_words(loop: Mapping[str, Any], width: int, height: int) -> Text:
 
 
 def draw_lengths(data: Mapping[str, Any], width: int, height: int) -> Text:
-    """Rows: actual, longest first. Columns: predicted. What lies near the diagonal was predicted well."""
+    """A heat map of actual lengths (rows, longest first) by predicted lengths. The diagonal means a good prediction."""
     lengths = data["lengths"]
     rows = height - 2
     if not lengths["cells"]:
@@ -160,7 +160,7 @@ def draw_lengths(data: Mapping[str, Any], width: int, height: int) -> Text:
     cells, first, join = _joined(lengths["cells"], min(rows, (width - LABEL - 1) // CELL))
     if rows < 1 or not cells:
         return lines([_judgement(lengths, width)], width, height)
-    # As tall as wide, so that the diagonal is one.
+    # Cells as tall as wide, so that the diagonal looks like one.
     count = 1 + max(max(cell) for cell in cells)
     tall = max(1, min(TALLEST, rows // count))
     wide = max(CELL, min(CELL * TALLEST, (width - LABEL - 1) // count))
@@ -188,12 +188,14 @@ def _axis(left: str, right: str, room: int) -> Text:
 
 
 def _joined(rows: list[list[int]], room: int) -> tuple[dict[tuple[int, int], int], int, int]:
-    """Counts by (predicted, actual) from 0 on, the class that 0 stands for, and how many classes are one."""
+    """Joins neighbouring classes to fit the room: counts by (predicted, actual) from 0 on, the first class, and how
+    many classes were joined into one.
+    """
     ends = [index for predicted, actual, _ in rows for index in (predicted, actual)]
     first, span = min(ends), max(ends) - min(ends) + 1
     if room < 1:
         return {}, first, 1
-    # Rounded up: as many neighbouring classes as it takes to fit.
+    # Rounded up, so that the joined classes fit.
     join = -(-span // room)
     cells: dict[tuple[int, int], int] = {}
     for predicted, actual, count in rows:
@@ -203,12 +205,12 @@ def _joined(rows: list[list[int]], room: int) -> tuple[dict[tuple[int, int], int
 
 
 def _tokens(length_class: int) -> str:
-    """The middle of a class."""
+    """The length in tokens at the middle of a class."""
     return short(round(2 ** (length_class / PER_DOUBLING)))
 
 
 def _shade(share: float) -> str:
-    # The root, since counts near the diagonal are far larger than the others, which are worth seeing too.
+    # The root, because counts near the diagonal are far larger than the others, which should be visible too.
     return SHADES[min(3, int(4 * share**0.5))] if share > 0 else " "
 
 
@@ -222,11 +224,11 @@ def _judgement(lengths: Mapping[str, Any], width: int) -> Text:
 
 
 def draw_lag(data: Mapping[str, Any], width: int, height: int) -> Text:
-    """A bar for each bucket: trajectories that the trainer has not finished."""
+    """A bar per bucket: trajectories that the trainer has not finished."""
     lag = data["lag"]
     if not lag["buckets"]:
         return nothing("no trajectory yet", width)
-    # At least one, so that an empty topic draws no bars rather than full ones.
+    # At least 1, so that the division works without lag.
     most = max(1, *lag["lag"])
     room = max(1, width - 9 - 6)  # between a name of 9 cells and a number of 6
     rows = []
@@ -260,17 +262,18 @@ def draw_staleness(data: Mapping[str, Any], width: int, height: int) -> Text:
 
 
 def draw_workers(data: Mapping[str, Any], width: int, height: int) -> Text:
-    """A row for each: state, weights and how many versions they are behind, slots, tokens a second. Below them,
-    what features have to tell of the run.
+    """A row per worker: state, weights and how many versions they are behind, slots, tokens a second. Then the rows of
+    features.
     """
     workers = data["workers"]
     if not workers:
-        return nothing("no worker was heard of yet", width)
+        return nothing("no worker yet", width)
     name = min(NAME, max(6, *(cell_len(plain_text(worker["id"])) for worker in workers)))
-    # 26 cells: weights (11), slots (9), tokens a second (6). Without room for the state, the name has its colour.
+    # 26 cells: weights (11), slots (9), tokens a second (6). Without room for the state, the name has the state's
+    # colour.
     state = STATE if width >= name + 1 + STATE + 26 else 0
     room = min(WIDEST_BAR, width - name - 1 - state - 26)
-    # A bar of one or two cells says nothing.
+    # A bar of one or two cells would show nothing.
     room = room if room > 2 else 0
     head = f"{'worker':{name}} {'state':{STATE}}" if state else f"{'worker':{name}} "
     rows = [Text(f"{head}{'weights':11}{'slots':{room + 9}}{'tok/s':>6}", MUTED)]
@@ -299,13 +302,13 @@ def _worker(worker: Mapping[str, Any], name: int, state: int, room: int) -> Text
 
 
 def draw_split(data: Mapping[str, Any], width: int, height: int) -> Text:
-    """A stacked bar for each process over the last minute."""
+    """A stacked bar per process: its shares of the last minute."""
     split = data["split"]
     if not split:
-        return nothing("nothing was done yet", width)
+        return nothing("no activity yet", width)
     legend = Text()
     mark = "█ " if width >= WORKERS_ROOMY_FROM else "█"
-    # Only what is drawn, in the order of ``KINDS``: that of the stacks below.
+    # Only kinds that are drawn, in the order of ``KINDS``, as in the stacks below.
     done = {kind for row in split for kind in row["shares"]} | {"wait"}
     for kind in (kind for kind in KINDS if kind in done):
         legend.append(mark, KINDS[kind]).append(f"{kind} ", MUTED)
@@ -321,7 +324,7 @@ def _stacked(row: Mapping[str, Any], room: int) -> Text:
     drawn, share_so_far = 0, 0.0
     for kind in (kind for kind in KINDS if kind in row["shares"]):
         share_so_far += row["shares"][kind]
-        # From the sum of the shares so far: rounding each by itself would not add up to the width.
+        # From the sum of the shares so far: shares that are rounded one by one would not add up to the width.
         until = min(room, round(share_so_far * room))
         text.append("█" * max(0, until - drawn), KINDS[kind])
         drawn = max(drawn, until)

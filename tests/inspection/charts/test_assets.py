@@ -4,7 +4,7 @@ from pathlib import Path
 from streamrl.inspection.charts.assets import MODULES, PAGE, UPLOT, embedded_script, embedded_style
 
 
-def test_the_licence_goes_along(tmp_path: Path) -> None:
+def test_embedded_uplot_has_its_licence(tmp_path: Path) -> None:
     own = tmp_path / "own.css"
     own.write_text("body { margin: 0; }")
     licence = (UPLOT / "LICENSE").read_text()

@@ -122,7 +122,7 @@ async def test_a_foreign_page_starts_no_work(web: aiohttp.ClientSession, monkeyp
         assert "own page" in (await answer.json())["error"]
 
 
-async def test_what_costs_is_bounded(web: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_expensive_requests_are_limited(web: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = asyncio.Semaphore(0), asyncio.Event()
 
     async def slow(*_: object) -> dict[str, str]:

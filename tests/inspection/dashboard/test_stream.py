@@ -7,7 +7,7 @@ from streamrl.observability.run_state.state import RunState
 from tests.schemas.examples import examples
 
 
-async def test_one_rendering_for_all() -> None:
+async def test_the_state_is_rendered_once_for_all_browsers() -> None:
     clock = [1000.0]
     stream, stop = UpdateStream(RunState("r"), lambda: clock[0]), asyncio.Event()
     first, second = stream.updates(stop), stream.updates(stop)

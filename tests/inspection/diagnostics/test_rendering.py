@@ -26,7 +26,7 @@ def test_arrays_are_whole_in_json() -> None:
     assert found["message"]["token_ids"] == message.token_ids.tolist()
 
 
-def test_a_line_is_a_line_whatever_strangers_wrote() -> None:
+def test_records_cannot_control_the_terminal() -> None:
     message = trajectory(4, completion_text="\x1b[2J\nred", worker_id="a\r\x07b")
     line = line_of(shown_record(Record("run.t", 0, 0, "k", encode(message), headers_of(message), 1000.0), None))
     assert line.isprintable()

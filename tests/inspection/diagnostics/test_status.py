@@ -50,7 +50,7 @@ async def test_lag_is_measured_by_partition_in_records_rates_and_seconds(living_
     assert len(list(lag_lines(lag))) == 10
 
 
-async def test_it_takes_no_part_and_commits_nothing(living_run: RunConnection) -> None:
+async def test_observers_do_not_affect_a_run_and_commit_nothing(living_run: RunConnection) -> None:
     before = await measure_lags(living_run, 2)
     await read_status(living_run)
     after = await measure_lags(living_run, 2)

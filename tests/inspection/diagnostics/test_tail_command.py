@@ -49,6 +49,6 @@ def test_that_nothing_is_shown_is_said(living_run: RunConnection) -> None:
     done = tail(living_run, "trajectories", "--filter", "length>1000000")
     assert (done.returncode, done.stdout) == (0, "")
     topic = living_run.name_of(TRAJECTORIES)
-    assert done.stderr == f"no record matches in {topic} from -10 on; `--from beginning` looks at all\n"
+    assert done.stderr == f"no record matches in {topic} from -10 on; `--from beginning` reads all records\n"
     done = tail(living_run, "trajectories", "--partition", "99")
     assert done.stderr == f"error: expected a partition from 0 to 7 of topic {topic}, got 99\n"

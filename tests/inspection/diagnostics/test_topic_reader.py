@@ -83,7 +83,7 @@ class Forgetful(MemoryBus):
         return await super().subscribe(topics, **options)
 
 
-async def test_following_survives_what_retention_deletes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_following_survives_gaps_and_outages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrl.inspection.diagnostics.tail.RETRY_S", 0.0)
     bus = Forgetful()
     bus.create_topic("t", 1)

@@ -73,7 +73,7 @@ async def test_a_report_is_small_and_names_no_other_place(written: Written) -> N
         assert '<link rel="icon" href="data:,">' in text
 
 
-async def test_nothing_of_a_run_is_markup(written: Written) -> None:
+async def test_texts_of_a_run_are_escaped(written: Written) -> None:
     assert EVIL not in page_of(written.records[:1])
     assert "&lt;/script&gt;" in page_of(written.records[:1])
     assert "<b>wrong</b>" not in page_of(written.records[:1])

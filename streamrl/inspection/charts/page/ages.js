@@ -1,11 +1,11 @@
-// Trained trajectories by their age in steps: shares as columns, of several runs beside each other.
+// Trained trajectories by their age in steps: shares as columns, with several runs side by side.
 import { colour } from "./elements.js";
 import { axis, paint, plot, WHOLE } from "./plot.js";
 
 const LEAST = 4, ROOM = 0.76, NARROW = 24;
 const percent = (share) => (share < 0.005 ? "<1%" : `${Math.round(share * 100)}%`);
 
-/** Draw runs, each with `name`, `hue` and `counts` by age, into a box; what is returned draws other counts of them. */
+/** Draw runs, each with `name`, `hue` and `counts` by age, into a box. Returns a function that draws new counts. */
 export function ages(box, runs, { label, height }) {
   const options = {
     label, height, named: runs.length > 1,
@@ -37,7 +37,7 @@ function column({ name, hue }, place, runs) {
   };
 }
 
-/** Above each column its share, where columns are wide enough. */
+/** Write the share above each column, if columns are wide enough. */
 function shares(chart, g, x, y) {
   g.fillStyle = colour("text");
   g.textAlign = "center";

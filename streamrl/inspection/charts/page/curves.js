@@ -1,30 +1,30 @@
-// Lines over steps or over time, with gaps where nothing is known, and the values that are pointed at.
+// Lines over steps or over time, with gaps where values are missing, and the values under the cursor.
 import { colour } from "./elements.js";
 import { axis, moments, plot, TIMES, WHOLE } from "./plot.js";
 import { short, span } from "./words.js";
 
 const AXES = {
-  step: { incrs: WHOLE, values: (_chart, ticks) => ticks.map(short), told: (at) => `step ${at}` },
-  time: { incrs: TIMES, values: moments, told: (at) => `after ${span(at)}` },
+  step: { incrs: WHOLE, values: (_chart, ticks) => ticks.map(short), named: (at) => `step ${at}` },
+  time: { incrs: TIMES, values: moments, named: (at) => `after ${span(at)}` },
 };
 
 /**
- * Draw lines into a box; what is returned draws other points of the same lines.
+ * Draw lines into a box. Returns a function that draws other points of the same lines.
  * A line has `name`, `hue`, `x`, `y` and may have `smooth` (drawn boldly over `y`), `dash`, `width`, `filled`, `ends` (in a dot).
  */
 export function curves(box, lines, { label, height, over }) {
-  const { incrs, values, told } = AXES[over];
+  const { incrs, values, named } = AXES[over];
   const options = {
     label, height, named: true,
     scales: { x: { time: false }, y: { range: (_chart, low, high) => roomy(low, high) } },
     axes: [axis({ incrs, values, grid: { show: false } }), axis({ size: 46, values: (_chart, ticks) => ticks.map(short) })],
-    series: [{ class: "at", value: (_chart, at) => (at === null ? "" : told(at)) }, ...lines.flatMap((line) => (line.smooth ? [pale(line), bold(line)] : [bold(line)]))],
+    series: [{ class: "at", value: (_chart, at) => (at === null ? "" : named(at)) }, ...lines.flatMap((line) => (line.smooth ? [pale(line), bold(line)] : [bold(line)]))],
   };
   const chart = plot(box, options, points(lines));
   return (found) => chart.setData(points(found));
 }
 
-/** From zero unless that would leave the lower half empty. */
+/** The range of the vertical axis: from zero, unless that would leave the lower half empty. */
 function roomy(low, high) {
   const margin = (high - low || Math.abs(high) || 1) * 0.06;
   return [low >= 0 && low <= high * 0.5 ? 0 : low - margin, high + margin];
@@ -40,16 +40,16 @@ function bold({ name, hue, dash, width = 1.8, filled, ends, smooth }) {
   };
 }
 
-/** The values themselves; they are what is told, so the smoothed line has no name. */
+/** The line of the exact values. The legend shows these, so the smoothed line has no name. */
 const pale = (line) => ({ ...bold({ ...line, filled: false, ends: false, smooth: null }), width: 1.1, alpha: 0.35 });
 
-/** Places of values that stand alone between gaps, where no line shows them, and of the last value if wanted. */
+/** Indices of single values between gaps, which no line shows, and of the last value if `ends`. */
 function dots(values, ends) {
-  const told = [...values.keys()].filter((at) => values[at] !== undefined), known = (place) => typeof values[told[place]] === "number";
-  return told.filter((at, place) => known(place) && ((ends && place === told.length - 1) || !(known(place - 1) || known(place + 1))));
+  const own = [...values.keys()].filter((at) => values[at] !== undefined), known = (place) => typeof values[own[place]] === "number";
+  return own.filter((at, place) => known(place) && ((ends && place === own.length - 1) || !(known(place - 1) || known(place + 1))));
 }
 
-/** Means over so many neighbours on both sides, so that nothing is drawn later than it was. */
+/** Means over `reach` neighbours on both sides. Both sides, so that no change is drawn later than it happened. */
 export function smoothed(values, reach) {
   return values.map((value, at) => {
     if (value === null) return null;

@@ -1,4 +1,4 @@
-// What pages are made of: elements whose text is never read as markup, and the colours of the page's scheme.
+// Elements whose text is never parsed as markup, and the colours of the page's scheme.
 
 /** An element with attributes, listeners and children. */
 export function el(tag, attributes = {}, ...children) {
@@ -12,16 +12,16 @@ export function el(tag, attributes = {}, ...children) {
   return node;
 }
 
-/** Set a text, but leave the page alone where it is there already. */
+/** Set a node's text, unless it is the same already. */
 export function text(node, value) { if (node.textContent !== value) node.textContent = value; }
 
 const colours = new Map();
 
-/** What a custom property of the style sheet means at present; a canvas knows no properties. */
+/** The current value of a custom property of the style sheet. A canvas cannot use properties itself. */
 export function colour(name) {
   if (!colours.has(name)) colours.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
   return colours.get(name);
 }
 
-/** To be called when the scheme changed. */
+/** Call this when the scheme has changed. */
 export function forgetColours() { colours.clear(); }

@@ -1,4 +1,4 @@
-// Who did what when: a lane of stretches and marks for each process on one scale of time, zoomed and moved by keys.
+// A timeline: a lane of intervals and marks for each process on one time scale, zoomed and moved by keys.
 import { colour } from "./elements.js";
 import { axis, FONT, paint, plot } from "./plot.js";
 import { span } from "./words.js";
@@ -12,14 +12,14 @@ const MARKS = { adopt: "adopt", announce: "publish", step: "train", refused: "ba
 const RIGHT = 8, INSET = 3, NEAR = 4, LEAST_S = 0.5, STEPS_SHOWN_BELOW_S = 5;
 
 /**
- * A lane has a `name`, `stretches` ([from, to, kind, tag], in order), `marks` ([at, kind, words]) and `rest`: the kind of
- * what it does where no stretch is, or null. What has a `title` instead is a heading.
+ * A lane has a `name`, `stretches` ([from, to, kind, tag], in order), `marks` ([at, kind, words]) and `rest`: the kind
+ * of its activity outside all stretches, or null. A lane with a `title` instead is a heading.
  */
 export class Lanes {
   lanes = [];
   top = 0;
 
-  /** `view`: what is shown at first; `first`, `last`, `most`: how far and how much one may look at. */
+  /** `view`: the range shown at first; `first`, `last`, `most`: bounds of the range, and its largest width. */
   constructor(box, { height, label, ticks, view: [begin, end], first = -Infinity, last = Infinity, most = last - first, drags = false }) {
     Object.assign(this, { box, begin, end, first, last, most });
     this.plot = plot(box, {
@@ -49,7 +49,7 @@ export class Lanes {
     this.plot.redraw();
   }
   all() { this.show(this.first, this.last); }
-  /** `at`: which place of the view stays where it is, from 0 to 1. */
+  /** `at`: the point of the view that does not move, from 0 to 1. */
   zoom(factor, at = 0.5) {
     const moment = this.begin + this.width * at, width = this.bounded(this.width * factor);
     this.show(moment - width * at, moment + width * (1 - at));
@@ -74,7 +74,7 @@ export class Lanes {
     action();
   }
 
-  /** Say what is at a place of the plot. */
+  /** Show a description of a point of the plot. */
   point(x, y) {
     const lane = x < 0 ? undefined : this.lanes[Math.floor((y + this.top) / this.laneHeight)];
     this.tell(lane && !lane.title ? this.words(lane, this.plot.posToVal(x, "x")) : null, LABEL + x, y);
@@ -114,7 +114,7 @@ export class Lanes {
       g.fillRect(x(from), y, Math.max(0.8, x(to) - x(from)), height);
     }
   }
-  /** Where a pixel holds many stretches, it shows their shares, one above the other. */
+  /** Draw many stretches per pixel: each pixel shows their shares, stacked. */
   stacked(g, seen, view) {
     const pixels = Array.from({ length: Math.ceil(view.right - view.left) }, () => ({})), unit = this.width / (view.right - view.left);
     for (const [from, to, kind] of seen) {

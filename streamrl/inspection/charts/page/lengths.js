@@ -1,12 +1,12 @@
-// Predicted against actual lengths in tokens: cells that are the darker, the more completions they hold.
+// Predicted against actual lengths in tokens: the more completions a cell holds, the darker it is.
 import { colour } from "./elements.js";
 import { axis, FONT, paint, plot } from "./plot.js";
 import { short } from "./words.js";
 
-/** The middle of a class of lengths; there are two classes for each doubling. */
+/** The length at the middle of a class. There are two classes for each doubling. */
 const tokens = (index) => 2 ** (index / 2);
 
-/** Draw cells (predicted class, actual class, count) into a box; what is returned draws others. */
+/** Draw cells (predicted class, actual class, count) into a box. Returns a function that draws other cells. */
 export function lengths(box, found, { label, height }) {
   let cells = found;
   const scale = { time: false, distr: 3, log: 2, range: (_chart, low, high) => [low, high] };
@@ -27,7 +27,7 @@ function side(label, size, space) {
   return axis({ label, labelFont: FONT, labelSize: 16, size, space, grid: { show: false }, splits: doublings, values });
 }
 
-/** From the shortest class to the longest, where a prediction is right. */
+/** A line from the shortest class to the longest, on which predictions are right. */
 function diagonal(cells) {
   const all = cells.flatMap(([predicted, actual]) => [predicted, actual]), ends = [tokens(Math.min(...all) - 1), tokens(Math.max(...all) + 1)];
   return [ends, ends];
@@ -50,7 +50,7 @@ function fill(cells, g, x, y) {
   }
 }
 
-/** The cell that is pointed at, in words. */
+/** Describe the cell under the cursor in words. */
 function told(chart, cells) {
   const { left, top } = chart.cursor;
   if (left < 0) return "";

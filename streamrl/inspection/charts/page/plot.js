@@ -1,8 +1,8 @@
-// What all charts have in common: uPlot in a box of the page, as wide as the box, in the colours of the page's scheme.
+// Code that all charts share: uPlot in a box of the page, as wide as the box, in the colours of the page's scheme.
 import { colour, forgetColours } from "./elements.js";
 import { span } from "./words.js";
 
-const LEGEND = 22;  // pixels that a line of it takes
+const LEGEND = 22;  // height of a legend's line in pixels
 export const FONT = "11px ui-sans-serif, system-ui, sans-serif";
 export const WHOLE = [...Array(8).keys()].flatMap((power) => [1, 2, 5].map((unit) => unit * 10 ** power));
 export const TIMES = [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200, 86400];
@@ -15,8 +15,8 @@ const watcher = new ResizeObserver((entries) => {
 });
 
 /**
- * A chart that takes the place of the one that `box` held. `label`: what is said of it to those who do not see it;
- * `height`: with its legend, which names lines if `named`; other options are uPlot's.
+ * Draw a chart in `box`, in place of an earlier one. `label`: the description for screen readers; `height`: including
+ * the legend, which names the lines if `named`. Other options are uPlot's.
  */
 export function plot(box, { label, height, named = false, ...options }, data) {
   charts.get(box)?.destroy();
@@ -38,10 +38,10 @@ export function axis(options) {
   return uPlot.assign(common, options);
 }
 
-/** Ticks of a time axis, told as exactly as they are apart. */
+/** Labels for the ticks of a time axis, as exact as the ticks' distance. */
 export const moments = (_chart, ticks, _axis, _space, apart) => ticks.map((at) => (apart < 1 ? `${+at.toFixed(2)} s` : span(at)));
 
-/** Paint on a chart by hand, in CSS pixels, and leave no trace in the pen. */
+/** Paint on a chart's canvas, in CSS pixels, and restore the context's state. */
 export function paint(chart, draw) {
   const g = chart.ctx;
   g.save();
@@ -51,7 +51,7 @@ export function paint(chart, draw) {
   g.restore();
 }
 
-/** Draw all charts anew, in other colours; from their data, as uPlot keeps the colours of columns with their paths. */
+/** Draw all charts again, in new colours. It sets their data again, because uPlot keeps columns' colours with their paths. */
 export function repaint() {
   forgetColours();
   for (const chart of charts.values()) chart.setData(chart.data);

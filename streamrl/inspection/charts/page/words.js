@@ -1,4 +1,4 @@
-// Numbers, durations and moments as people read them.
+// Numbers, durations and times as text for people.
 
 export function short(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
@@ -21,5 +21,5 @@ function parts(amount, whole, sixtieth) {
   return `${Math.floor(rounded / 60)} ${whole}${rest ? ` ${rest} ${sixtieth}` : ""}`;
 }
 
-/** The time of day of seconds since the epoch. */
+/** The time of day, from seconds since the epoch. */
 export const clock = (at) => new Date(at * 1000).toLocaleTimeString("en-GB");

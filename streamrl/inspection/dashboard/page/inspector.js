@@ -1,5 +1,5 @@
-// The inspector: one trajectory, token by token, its rewards, its history event by event, and what to type to see more;
-// or a group with its samples. What is open follows the run until its fate is known.
+// The inspector shows one trajectory with its tokens, rewards, history, and commands that show more, or a group with its
+// samples. It is updated until its fate is known.
 import { el } from "/charts/elements.js";
 import { short, span } from "/charts/words.js";
 
@@ -18,7 +18,7 @@ export async function inspect(name) {
   await look(name, (asked += 1));
 }
 
-/** Ask until nothing more is to be expected, or something else is looked at. */
+/** Ask the server again until the answer is final, or the user opens something else. */
 async function look(name, number) {
   let again = true;
   try {
@@ -33,7 +33,7 @@ async function look(name, number) {
   if (again) setTimeout(() => { if (number === asked) look(name, number); }, AGAIN_MS);
 }
 
-/** All of it when it is opened; after that only what changes, so that nothing that is read moves or is deselected. */
+/** Show an answer. The first draws everything; later ones only the changing parts, so that text does not move while it is read. */
 function show(found) {
   const key = found.group && !found.id ? `group ${found.group}` : found.id;
   if (key === shown) return refresh(found);
@@ -78,7 +78,7 @@ function trajectory(life) {
   function paint(mode) {
     modes.forEach((button) => button.setAttribute("aria-pressed", String(button.textContent === mode)));
     tokens.replaceChildren(...spelled(life, mode));
-    legend.textContent = mode === "weights" ? life.spans.map(([version, from, to]) => `${version}: ${to - from}`).join(" · ") + " tokens" : "the redder, the less likely the policy held it";
+    legend.textContent = mode === "weights" ? life.spans.map(([version, from, to]) => `${version}: ${to - from}`).join(" · ") + " tokens" : "the redder, the less likely under the policy";
   }
   paint("weights");
   return [

@@ -1,4 +1,4 @@
-// Tables and lists: trajectories, workers, lag, time split, events, dead letters. Rows are reused, not made anew.
+// Tables and lists: trajectories, workers, lag, time split, events, dead letters. Rows are reused, not created again.
 import { el, text } from "/charts/elements.js";
 import { KINDS } from "/charts/lanes.js";
 import { clock, short, span } from "/charts/words.js";
@@ -124,7 +124,7 @@ export async function letters() {
     const answer = await fetch("/api/dead-letters"), found = await answer.json();
     if (!answer.ok) throw new Error(found.error);
     text($("dlq-count"), found.total ? String(found.total) : "");
-    box.replaceChildren(...(found.letters.length ? found.letters.map(letter) : [el("p", { class: "empty" }, "None. Every record was understood.")]));
+    box.replaceChildren(...(found.letters.length ? found.letters.map(letter) : [el("p", { class: "empty" }, "None. Every record was decoded.")]));
   } catch (error) { box.replaceChildren(el("p", { class: "empty" }, String(error.message))); }
 }
 
@@ -139,7 +139,7 @@ function letter(each) {
     } catch (error) { said.textContent = String(error.message); }
     retry.disabled = false;
   } }, "Retry");
-  const where = each.topic ? `${each.partition}@${each.origin_offset}` : "from nowhere known";
+  const where = each.topic ? `${each.partition}@${each.origin_offset}` : "from an unknown position";
   return el("div", { class: "letter" }, el("span", {}, el("b", {}, each.error_class || "refused"), ` · ${where} · ${clock(each.timestamp)} · ${short(each.size)} bytes`), retry,
     el("span", { class: "all" }, each.reason), el("code", { class: "all" }, each.head), said);
 }
@@ -149,9 +149,9 @@ export function tiles(state) {
   const before = rewards.at(-Math.min(rewards.length, 20)), change = rewards.length > 1 ? rewards.at(-1) - before : null;
   const all = [
     ["Step", short(loop.step), loop.max_steps === null ? "" : `of ${short(loop.max_steps)}`, loop.step_age_s === null ? "no step yet" : [loop.time_left_s ? `${span(loop.time_left_s)} left` : `last ${span(loop.step_age_s)} ago`, `${short(loop.steps_per_min)}/min`].join(" · ")],
-    ["Reward", loop.reward === null ? "–" : loop.reward.toFixed(3), "", change === null ? "" : `${change < 0 ? "−" : "+"}${Math.abs(change).toFixed(3)} of late`],
+    ["Reward", loop.reward === null ? "–" : loop.reward.toFixed(3), "", change === null ? "" : `${change < 0 ? "−" : "+"}${Math.abs(change).toFixed(3)} recently`],
     ["Trained", short(loop.trajectories_per_s), "/s", `trajectories · ${short(loop.sampled_per_s)} sampled/s`],
-    ["Sampling", short(loop.sampled_tokens_per_s), "tokens/s", `${short(loop.running)} running · ${short(loop.waiting)} in line`],
+    ["Sampling", short(loop.sampled_tokens_per_s), "tokens/s", `${short(loop.running)} running · ${short(loop.waiting)} waiting`],
     ["Staleness", loop.staleness_mean === null ? "–" : loop.staleness_mean.toFixed(2), "steps", `at most ${short(loop.staleness_max)} in the last step`],
     ["Trainer computes", metrics["time/train_share"] === undefined ? "–" : String(Math.round(metrics["time/train_share"] * 100)), "%", `of a step${metrics["time/step"] === undefined ? "" : ` of ${span(metrics["time/step"])}`}`],
   ];
@@ -162,6 +162,6 @@ export function tiles(state) {
 }
 
 export function legend() {
-  const { other, ...told } = KINDS;  // nothing that a live run tells is of another kind
+  const { other, ...told } = KINDS;  // a live run has no activity of kind "other"
   $("legend").replaceChildren(...Object.entries({ ...told, adopt: "adopts weights" }).map(([kind, name]) => { const b = el("b"); b.style.background = `var(--${kind})`; return el("span", {}, b, name); }));
 }

@@ -1,4 +1,4 @@
-// The loop as a drawing: five stations, the pipes between them, and what flows through each.
+// Draws the loop: five stations, the pipes between them, and the rate in each pipe.
 import { short } from "/charts/words.js";
 
 const NS = "http://www.w3.org/2000/svg";

@@ -1,4 +1,4 @@
-// Receives updates, keeps the newest of each section, and draws what changed, at most once a frame.
+// Receives updates, keeps the newest version of each section, and draws changed sections, at most once a frame.
 import { ages } from "/charts/ages.js";
 import { curves, smoothed } from "/charts/curves.js";
 import { el, text } from "/charts/elements.js";
@@ -11,7 +11,7 @@ import { Timeline } from "./timeline.js";
 
 const $ = (id) => document.getElementById(id);
 const HUES = ["train", "publish", "generate", "checkpoint", "optimizer", "accent"];
-/** Charts of how the policy learns, each with its title, what it shows, and its lines by name and metric. */
+/** Charts of how the policy learns: id, title, description, and lines by name and metric. */
 const LEARNING = [
   ["loss", "Loss", "Loss", () => [["loss", "loss"]]],
   ["grad", "Gradient norm", "Gradient norm before clipping", () => [["norm", "grad_norm"]]],
@@ -28,7 +28,7 @@ const REDRAW_MS = 100, PATIENCE_MS = 2000, TALL = 190, SMOOTHED = 4;
 let pace = 1, heardAt = 0, skew = 0, drawnAt = 0, letterCount = -1;
 
 const timeline = new Timeline($("timeline"), $("tip"), (on) => $("follow").setAttribute("aria-pressed", String(on)));
-const present = () => performance.now() / 1000 + skew - pace;  // what happens now is told with the next update
+const present = () => performance.now() / 1000 + skew - pace;  // one update behind, because current activity comes with the next one
 
 const DRAW = {
   loop() {
@@ -71,7 +71,7 @@ const DRAW = {
   events() { lists.events(state.events); },
 };
 
-/** Draw a chart when it has its first data, and its new data from then on; anew when it has other lines. */
+/** Draw a chart when it has its first data, then update it. If it has other lines, it is drawn again. */
 function chart(id, make, data) {
   const lines = make === curves ? data.map((line) => line.name).join() : "";
   if (charts[id]?.lines === lines) charts[id].draw(data);
@@ -100,7 +100,7 @@ setInterval(() => {
   text($("link"), !heardAt ? "connecting…" : quiet < pace * 1000 + PATIENCE_MS ? "live" : `no update for ${Math.round(quiet / 1000)} s`);
 }, 500);
 
-const SCHEMES = { "": ["◐", "as the system"], light: ["☀", "light"], dark: ["☾", "dark"] };
+const SCHEMES = { "": ["◐", "the system's"], light: ["☀", "light"], dark: ["☾", "dark"] };
 function showScheme() {
   const [sign, name] = SCHEMES[document.documentElement.dataset.theme ?? ""];
   text($("theme"), sign); $("theme").setAttribute("aria-label", `Colour scheme: ${name}`); $("theme").title = `Colour scheme: ${name}`;

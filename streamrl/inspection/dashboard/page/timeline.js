@@ -1,4 +1,4 @@
-// The live timeline: it follows the present until moved; zoomed and moved by wheel, drag and keys.
+// The live timeline. It follows the present until the user moves it. Wheel, dragging and keys zoom and move it.
 import { text } from "/charts/elements.js";
 import { AXIS, Lanes } from "/charts/lanes.js";
 import { TIMES } from "/charts/plot.js";
@@ -24,7 +24,7 @@ export class Timeline extends Lanes {
   get laneHeight() { return Math.max(LOWEST, Math.min(HIGHEST, (HEIGHT - AXIS) / Math.max(1, this.lanes.length))); }
   hold(lanes) { super.hold(lanes.map((lane) => ({ ...lane, rest: lane.name === "coordinator" ? null : "wait" }))); }
   follow(wanted) { this.following = wanted; this.onFollow(wanted); }
-  /** Follow the present; where nobody looks, nothing is drawn. */
+  /** Follow the present. Nothing is drawn while the timeline is not visible. */
   advance(now) { if (this.following && this.visible) this.show(now - this.width, now); }
 
   zoom(factor, at) { super.zoom(factor, this.following ? 1 : at); }

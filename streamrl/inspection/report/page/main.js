@@ -1,4 +1,4 @@
-// Puts the drawings into their places and follows the two switches above the curves.
+// Draws the charts in their places, and handles the two switches above the curves.
 import { ages } from "/charts/ages.js";
 import { curves, smoothed } from "/charts/curves.js";
 import { el } from "/charts/elements.js";
@@ -12,7 +12,7 @@ const state = { axis: "step", smooth: true }, redraws = [];
 const place = (name) => document.getElementById(name), hue = (number) => `c${number % HUES}`, known = (value) => value !== null;
 const named = (runs) => runs.map((each) => ({ ...each, name: DATA.runs[each.run].name }));
 
-/** A figure whose curves are drawn anew when a switch is turned. */
+/** A figure whose curves are drawn again when a switch changes. */
 function figure(spec) {
   const box = el("div", { class: "chart" });
   redraws.push(() => draw(box, spec));

@@ -1,4 +1,4 @@
-// The report's timeline: one run or several below each other, in seconds since each began; and the shares of the time.
+// The report's timeline: one or more runs below each other, in seconds since each run's start; and the shares of the time.
 import { el } from "/charts/elements.js";
 import { AXIS, KINDS, LANE, Lanes } from "/charts/lanes.js";
 import { moments, TIMES } from "/charts/plot.js";
@@ -16,7 +16,7 @@ export class Timeline extends Lanes {
     this.said = said;
     this.hold(lanes);
     box.addEventListener("dblclick", () => this.all());
-    place.append(el("div", { class: "tools" }, ...this.buttons(), el("small", {}, "drag over a stretch of time to look closer")));
+    place.append(el("div", { class: "tools" }, ...this.buttons(), el("small", {}, "drag over a range of time to zoom in")));
     this.tell(null);
   }
   buttons() {
@@ -35,7 +35,7 @@ export class Timeline extends Lanes {
 
 const heading = (run) => ({ title: run.name });
 
-/** Kinds come as start, length, start, length ... in milliseconds. */
+/** A lane from packed data: each kind has start, length, start, length ... in milliseconds. */
 function unpacked({ name, kinds, marks }) {
   const stretch = (packed, at) => [packed[at] / 1000, (packed[at] + packed[at + 1]) / 1000];
   const stretches = Object.entries(kinds).flatMap(([kind, packed]) => Array.from({ length: packed.length / 2 }, (_, place) => [...stretch(packed, 2 * place), kind]));
@@ -45,7 +45,7 @@ function unpacked({ name, kinds, marks }) {
   };
 }
 
-/** What each process did with its time. */
+/** Draw a bar per process with the shares of its time. */
 export function shareBars(place, runs) {
   for (const run of runs) {
     if (runs.length > 1 && run.bars.length) place.append(el("h4", {}, run.name));

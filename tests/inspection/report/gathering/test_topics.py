@@ -56,7 +56,7 @@ async def test_without_log_files_heartbeats_tell_of_adoptions(recorded: Recorded
         assert all(exact[version] - 0.01 <= at < exact[version] + 3 for at, version in activity.adopted[1:])
 
 
-async def test_it_reads_no_more_than_it_may(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fixed_number_of_records_is_read(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = await gather_topics(recorded.history, recorded.name, recorded.directory.logs, {})
     monkeypatch.setitem(topics.MOST, TRAJECTORIES, 100)
     found = await gather_topics(recorded.history, recorded.name, recorded.directory.logs, {})

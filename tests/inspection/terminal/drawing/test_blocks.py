@@ -15,7 +15,7 @@ from streamrl.inspection.terminal.drawing import (
 from streamrl.schemas.plain_text import plain_text
 
 
-def test_nothing_is_wider_than_asked() -> None:
+def test_every_line_fits_its_width() -> None:
     for text in ("abc", "a much longer text", "漢字かな交じり", ""):
         for width in range(12):
             assert cell_len(fitted(text, width)) == width

@@ -139,7 +139,7 @@ async def test_help_is_shown_and_any_key_closes_it(run: MadeUpState) -> None:
         await pilot.press("question_mark")
         await pilot.pause()
         assert isinstance(app.screen, Help)
-        assert "leave; the run goes on" in text_of(app)
+        assert "quit; the run continues" in text_of(app)
         await pilot.press("x")
         await pilot.pause()
         assert not isinstance(app.screen, Help)
@@ -169,7 +169,7 @@ async def test_a_chosen_trajectory_is_read_whole_and_the_list_stands_still() -> 
         for each in ("rewards", "correct", "format", "weights by token", "Think step by step", "Let me work through"):
             assert each in told, each
         run.go_on(5.0)
-        app.render_anew()
+        app.render_everything()
         assert listing.rows[2]["place"] == place
         assert "held" in str(listing.query_one("#listed").border_title)
         await pilot.press("f")
@@ -186,10 +186,10 @@ async def test_a_record_that_is_gone_is_said_in_the_detail() -> None:
             partition.clear()
         await pilot.press("enter")
         await pilot.pause(0.2)
-        assert "found none" in str(app.query_one("#told", Static).content)
+        assert "found none" in str(app.query_one("#content", Static).content)
 
 
-async def test_only_what_is_in_sight_is_drawn(run: MadeUpState, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_visible_panels_are_drawn(run: MadeUpState, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def counted(name: str, section: Section) -> Section:
@@ -207,12 +207,12 @@ async def test_only_what_is_in_sight_is_drawn(run: MadeUpState, monkeypatch: pyt
         await pilot.press("4")
         await pilot.pause()
         asked.clear()
-        app.render_anew()
+        app.render_everything()
         assert set(asked) == {"loop", "workers", *feature_sections(), "split"}
         assert "timeline" not in asked
 
 
-async def test_what_did_not_change_is_not_drawn_again(run: MadeUpState) -> None:
+async def test_unchanged_panels_are_not_drawn_again(run: MadeUpState) -> None:
     async with shown(run) as (app, pilot):
         await pilot.pause(0.1)
         panels = [*app.query(Panel)]
