@@ -1,1 +1,1 @@
-"""Looks at runs from outside, past and present: audit, replay, dead letters, exports, reports, displays."""
+"""Inspects running and past runs from outside: audit, replay, dead letters, exports, reports, displays."""

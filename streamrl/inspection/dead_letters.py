@@ -221,7 +221,7 @@ async def _retry_as_only_one(
 ) -> tuple[list[RetryOutcome], list[int]]:
     publisher = await bus.transactional(f"{index.run_name}.dlq-retry")
     try:
-        # Only after opening it: from now on, all commits of an older holder can be read, and it makes no more.
+        # Only after opening it: from now on, all commits of an older holder can be read, and it cannot make another.
         plan, missing = await plan_retries(index, offsets, force=force)
         return (plan if missing else await _send(publisher, plan)), missing
     finally:

@@ -6,8 +6,8 @@ the bytes are read back. The manifest is written last, so its presence means tha
 checksum differs from the manifest's is refused.
 
 Invariant an_export_is_a_moment_of_the_run: an export contains every record that its records and checkpoints refer to.
-For this, checkpoints are listed before the ends of the topics are fixed, and a topic's end is fixed before the ends of
-the topics that its records refer to.
+For this, checkpoints are listed before the ends of the topics are fixed. The end of a topic is fixed before the ends
+of the topics that its records refer to.
 """
 
 import base64

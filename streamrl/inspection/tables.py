@@ -86,12 +86,12 @@ async def _skipped(history: History, run: str, algorithm: str, log: StepLog) -> 
     found: dict[Place, str] = {}
     async for record in history.records(SKIPS.full_name(run)):
         row = message_of(record)
-        # While no lineage is known, no crash can have undone a row, and there is no chain to ask.
+        # If no lineage is known, no crash can have undone a row, and there is no chain to ask.
         if (
             isinstance(row, SkipRecord)
             and row.algorithm == algorithm
             and (not log.lineage_starts or log.counts_row(row))
         ):
-            # A row for records that retention deleted unread stands for a whole range of offsets.
+            # A row for records that retention deleted unread covers a range of offsets.
             found |= {(row.partition, offset): row.reason.value for offset in range(row.offset, row.end)}
     return found

@@ -178,7 +178,7 @@ async def test_who_is_always_shut_out_gives_up_in_one_line(monkeypatch: pytest.M
 
     monkeypatch.setattr(dead_letters, "plan_retries", overtaken)
     monkeypatch.setattr(dead_letters, "PAUSE_S", 0.001)
-    with pytest.raises(UserError, match="others do so; try again"):
+    with pytest.raises(UserError, match="found one; try again later"):
         await retry(bus, follower(bus), {0})
     assert await _sent(bus) == []
 

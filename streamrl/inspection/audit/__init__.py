@@ -1,1 +1,1 @@
-"""Proves from topics and checkpoints that nothing is lost and nothing is trained twice."""
+"""Proves from topics and checkpoints that no record is lost or trained twice."""

@@ -1,8 +1,8 @@
 """Audits a run at intervals and reads only new records. It remembers all that it has read, also past retention.
 
 Invariants, each with a test of its name:
-- a_followed_audit_equals_a_whole_audit: the report is that of one audit of all records that the follower has read, for
-  any sizes of its portions and any number of restarts between them;
+- a_followed_audit_equals_a_whole_audit: the report is that of one audit of all records that the follower has read.
+  Neither the number of its rounds nor restarts between them matter;
 - unread_records_are_reported: records that retention deleted before the follower read them count as expired.
 """
 

@@ -154,7 +154,7 @@ class AlgorithmIndex:
                 self.conflicts.note(Conflict(version.lineage, version.number, detail, None))
             return
         refs = report.trained_refs
-        # A fingerprint of 16 bytes in place of the report, of the fields that the balance needs: groups and records.
+        # Keep only a fingerprint of 16 bytes, of the fields that the balance needs: groups and records.
         fingerprint = xxhash.xxh3_128_digest(repr((report.group_ids, refs)).encode(errors="replace"))
         if version in self.steps:
             if self.steps[version] != fingerprint:

@@ -1,1 +1,1 @@
-"""The charts of the dashboard and of reports: uPlot as it was published, and what we draw with it."""
+"""The charts of the dashboard and of reports: unmodified uPlot, and our own modules on top of it."""

@@ -1,1 +1,1 @@
-"""`streamrl ui`: a run in a browser. Reads only, but for dead letters that are sent once more."""
+"""`streamrl ui`: shows a run in a browser. It only reads, except that it can retry dead letters."""

@@ -1,1 +1,1 @@
-"""Looks at a running loop through its broker: status, lag, tail, trace, and the doctor."""
+"""Diagnoses a running loop through its broker: status, lag, tail, trace, and the doctor."""

@@ -189,7 +189,7 @@ def _broker(facts: ClusterFacts, kafka: KafkaSettings) -> Iterator[Finding]:
         yield fail("broker", detail, f"use Apache Kafka {'.'.join(map(str, OLDEST_RELEASE))} or later")
     else:
         yield ok("broker", detail)
-    # Nobody can listen between processes of one machine.
+    # A connection within one machine cannot be tapped.
     if kafka.security_protocol == "PLAINTEXT" and any(_host(each) not in LOCAL for each in facts.brokers.values()):
         remedy = "set kafka.security_protocol to SASL_SSL or SSL, unless the network is trusted"
         detail = "the connection to another machine is neither encrypted nor authenticated"
@@ -320,7 +320,7 @@ def check_codecs(used: str) -> Iterator[Finding]:
 
 
 def check_disk(places: dict[str, Path]) -> Iterator[Finding]:
-    """Check the disk space for checkpoints, weights and logs. ``places``: directories by contents; some may not exist."""
+    """Check the disk space for checkpoints, weights and logs. ``places``: directories by contents; they may not exist."""
     for name, place in places.items():
         # The disk of a folder that does not exist yet is that of its nearest parent.
         folder = next(each for each in (place.absolute(), *place.absolute().parents) if each.exists())

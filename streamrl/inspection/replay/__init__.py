@@ -1,1 +1,1 @@
-"""Looks at past optimizer steps again: rebuilds them in memory, from what topics and checkpoints hold."""
+"""Rebuilds past optimizer steps in memory, from topics and checkpoints."""

@@ -216,13 +216,13 @@ def plain(value: Any) -> Any:
         return plain(value.__dict__)
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
-    # JSON has no such numbers: ``json.dumps`` would write NaN and Infinity, which other parsers refuse.
+    # JSON has no such numbers. ``json.dumps`` would write NaN and Infinity, which other parsers refuse.
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    # numpy's arrays and scalars; what comes out may hold NaN, so it goes through here once more.
+    # numpy's arrays and scalars. The result may contain NaN, so it is converted again.
     if hasattr(value, "tolist"):
         return plain(value.tolist())
-    # Before the sequences, one of which a str is too; ``str`` makes a plain one of an enum's member.
+    # Before sequences, because a str is one too. ``str`` turns an enum's member into plain text.
     if isinstance(value, str):
         return str(value)
     if isinstance(value, Sequence | set | frozenset):

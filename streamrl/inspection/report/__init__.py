@@ -1,1 +1,1 @@
-"""What is left of a run for people to read: summary, curves and samples on one page."""
+"""Reports on a run for people: summary, curves and samples on one page."""

@@ -1,1 +1,1 @@
-"""`streamrl top`: a run in a terminal. Reads only."""
+"""`streamrl top`: shows a run in a terminal. It only reads."""

@@ -275,7 +275,7 @@ class TopApp(App[None]):
         *(Binding(str(number), f"tab({number})", show=False) for number in range(1, len(TABS) + 1)),
         Binding("right", "turn(1)", show=False, priority=True),
         Binding("left", "turn(-1)", show=False, priority=True),
-        Binding("space", "hold", "hold", priority=True),
+        Binding("space", "hold", "pause", priority=True),
         Binding("f,escape", "follow", "follow"),
         Binding("question_mark,h", "help", "help", key_display="?"),
         Binding("q", "quit", "quit", priority=True),

@@ -111,7 +111,7 @@ def _the_prompt_that_cannot_be_sampled_is_skipped_and_told(directory: RunDirecto
     (count,) = causes.values()
     assert count in (1, 2)
     assert f"skipped: {count} refused (trajectories)" in said
-    example = "such as prompt own/1: expected a prompt of 1 to 29"
+    example = "for example prompt own/1: expected a prompt of 1 to 29"
     assert f"refused: {count} longer than 29 tokens; {example}" in said
 
 

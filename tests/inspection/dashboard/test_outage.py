@@ -52,7 +52,7 @@ async def test_an_outage_is_told_once_with_what_to_do_and_so_is_its_end(
             process.send_signal(signal.SIGINT)
             _, said = await within(process.communicate(), 60)
     advice = (
-        "if run my-bad is over, its broker ended with it: `streamrl kafka up --data-dir runs/my-bad/kafka "
+        "if run my-bad has ended, its broker has stopped too: `streamrl kafka up --data-dir runs/my-bad/kafka "
         f"--port {address.rpartition(':')[2]}` starts it again"
     )
     lines = [line for line in said.decode().splitlines() if line]

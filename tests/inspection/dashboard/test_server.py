@@ -139,7 +139,7 @@ async def test_expensive_requests_are_limited(web: aiohttp.ClientSession, monkey
         assert answer.headers["Retry-After"]
         assert (await answer.json())[
             "error"
-        ] == "expected at most 4 questions to the topics at once, got one more; ask again in a moment"
+        ] == "expected at most 4 reads of the topics at once, got one more; ask again soon"
     go_on.set()
     assert [(await task).status for task in asking] == [200] * server.MAX_LOOKS
     async with web.get("/api/trajectory?id=a") as answer:

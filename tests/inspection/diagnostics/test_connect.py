@@ -71,7 +71,7 @@ def test_only_the_broker_of_the_run_itself_can_be_started_again_by_its_data() ->
     data = Path("runs/my bad/kafka")
     found = RunConnection(KafkaSettings(bootstrap_servers="127.0.0.1:21190"), "my-bad", data=data)
     assert found.advice == (
-        "if run my-bad is over, its broker ended with it: "
+        "if run my-bad has ended, its broker has stopped too: "
         "`streamrl kafka up --data-dir 'runs/my bad/kafka' --port 21190` starts it again"
     )
     three = RunConnection(KafkaSettings(bootstrap_servers="h:1,h:7,h:9"), "my-bad", data=data)

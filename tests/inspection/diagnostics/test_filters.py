@@ -62,7 +62,7 @@ def test_the_fields_of_an_expression_are_known() -> None:
         ("length>5 worker", "expected 'and', 'or' or the end"),
         ("(length>5", r"expected '\)'"),
         ("length>5 or", "expected a field"),
-        ("worker_id='x", "unclosed quote at 11"),
+        ("worker_id='x", "unclosed quote at character 11"),
         ("worker_id~[", "regular expression"),
         ("(" * 60 + "a=1", "at most 50 levels"),
     ],

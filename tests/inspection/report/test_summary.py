@@ -61,8 +61,8 @@ def test_a_run_ends_with_what_it_skipped_and_why() -> None:
     summary = build_summary(state, engine="e", seed=0, run_seconds=1.0, resumed_from=0, before={}, after={}, restarts=0)
     assert summary_lines(summary)[-3:] == [
         "skipped: 2 poison, 1,230 refused, 5 stale (trajectories)",
-        "  poison: 2 reward exact; such as d/3/0/0: ValueError: no answer in it",
-        "  refused: 1,200 longer than 127 tokens, 30 no tokens; such as prompt d/3: expected a prompt of 1 to 127 "
+        "  poison: 2 reward exact; for example d/3/0/0: ValueError: no answer in it",
+        "  refused: 1,200 longer than 127 tokens, 30 no tokens; for example prompt d/3: expected a prompt of 1 to 127 "
         "tokens, got 300",
     ]
     assert summary["skip_causes"]["refused"]["counts"] == {"longer than 127 tokens": 1200, "no tokens": 30}

@@ -115,7 +115,7 @@ def test_an_export_gives_what_the_run_did_not_keep(tmp_path: Path, monkeypatch: 
         (["project"], "got project, which has none; runs are in project/runs: one, two"),
         (["empty", "nowhere"], "got empty, which has none; and expected a run's directory or its name under runs/"),
         (["empty", "nowhere"], "got nowhere, which does not exist"),
-        (["fresh"], "expected metrics.jsonl in fresh, which the trainer writes with its first step, got none yet"),
+        (["fresh"], "expected metrics.jsonl in fresh, which the trainer writes with its first step, found none yet"),
         (["stepless"], "expected at least one complete step in stepless/metrics.jsonl, found none"),
         (["broken"], "expected the files of a run in broken, got:"),
         (["odd"], "expected the gathered data of a run in odd/gathered.json, got"),
@@ -125,7 +125,7 @@ def test_an_export_gives_what_the_run_did_not_keep(tmp_path: Path, monkeypatch: 
         (["trial-1", "--reward", "nan"], "expected a number after --reward, got nan"),
         (
             ["trial-1", "trial-2", "--export", "empty"],
-            "expected one run with --export, whose topics it holds, got 2 runs",
+            "expected one run with --export, which holds one run's topics, got 2 runs",
         ),
         (["trial-1", "--export", "empty"], "expected a complete export with manifest.json in empty, found none"),
     ],

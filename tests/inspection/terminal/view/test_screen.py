@@ -116,11 +116,11 @@ async def test_space_holds_the_display_and_lets_it_go_on() -> None:
         await pilot.pause(0.6)
         assert run.state.progress.step > before
         assert f"step {before} " in text_of(app)
-        assert "held" in text_of(app)
+        assert "paused" in text_of(app)
         await pilot.press("space")
         await pilot.pause(0.1)
         assert f"step {run.state.progress.step} " in text_of(app)
-        assert "held" not in text_of(app)
+        assert "paused" not in text_of(app)
 
 
 async def test_arrows_go_round_the_tabs(run: MadeUpState) -> None:
