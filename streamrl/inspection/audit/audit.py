@@ -69,11 +69,11 @@ async def audit(
         )
     steps, skips = ([_of(topic, scope, held) for scope in (run, *scopes)] for topic in (STEPS, SKIPS))
     index = AuditIndex(steps_begin=all(map(_begins, steps)), skips_begin=all(map(_begins, skips)))
-    index.trajectories.hold(ends[TRAJECTORIES])
+    index.trajectories.set_extents(ends[TRAJECTORIES])
     await _read(history, held, handlers_of(run, index, scopes), progress)
     # Retention may have deleted records during the reading: records that are deleted by now count as expired, not as
     # unknown.
-    index.trajectories.hold(_of(TRAJECTORIES, run, await history.extents(TRAJECTORIES.full_name(run))))
+    index.trajectories.set_extents(_of(TRAJECTORIES, run, await history.extents(TRAJECTORIES.full_name(run))))
     report = check_balance(run, index, [each for each in manifests if each.run in (run, *scopes)])
     return report.timed(time.monotonic() - began)
 

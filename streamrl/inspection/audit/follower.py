@@ -101,12 +101,12 @@ class AuditFollower:
         if position is not None and extent.end < position:
             raise TopicsRecreated(_recreated(tp, position - 1))
         if tp.topic == self._name_of(TRAJECTORIES):
-            index.trajectories.follow(tp.partition, extent)
+            index.trajectories.extend(tp.partition, extent)
         if extent.first > (position or 0):
-            self._miss(tp, position, extent.first)
+            self._note_unread(tp, position, extent.first)
         self.known.positions[tp] = max(extent.first, position or 0)
 
-    def _miss(self, tp: TopicPartition, position: int | None, first: int) -> None:
+    def _note_unread(self, tp: TopicPartition, position: int | None, first: int) -> None:
         """Note that the offsets from ``position`` to ``first`` - 1 were deleted unread. None: nothing was read yet."""
         index = self.known.index
         if tp.topic in self._names_of(STEPS):
@@ -114,7 +114,7 @@ class AuditFollower:
         elif tp.topic in self._names_of(SKIPS):
             index.skips_begin = False
         elif tp.topic == self._name_of(TRAJECTORIES) and position is not None:
-            index.trajectories.miss(tp.partition, Extent(position, first))
+            index.trajectories.note_unread(tp.partition, Extent(position, first))
         if position is not None:
             self.known.since.append(f"{tp.topic}[{tp.partition}]: offsets {position} to {first - 1} deleted unread")
 
@@ -156,7 +156,7 @@ class AuditFollower:
         for tp, extent in late.items():
             until = min(held[tp].first if tp in held else extent.end, first.get(tp, extent.end))
             if until > extent.first:
-                self._miss(tp, extent.first, until)
+                self._note_unread(tp, extent.first, until)
 
     def _names_of(self, topic: Topic) -> set[str]:
         """The topic's full names in the run and in its attached instances."""

@@ -183,7 +183,7 @@ class Following:
         if self._follower.packed or time.monotonic() - self._saved_at > SAVE_EVERY_S:
             self._save()
         if self.meter is not None:
-            self.meter.reported(report)
+            self.meter.set_report(report)
         return report
 
     @property
@@ -204,7 +204,7 @@ class Following:
             while not working.done() and not stop.is_set():
                 await asyncio.wait({working, stopping}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
                 if self.meter is not None:
-                    self.meter.behind(self._follower.lag)
+                    self.meter.set_lag(self._follower.lag)
         finally:
             await end_tasks([working, stopping])
         return None if working.cancelled() else working.result()
@@ -266,7 +266,7 @@ class AuditMeter:
     meters: Meters
     _seen: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def reported(self, report: AuditReport) -> None:
+    def set_report(self, report: AuditReport) -> None:
         """Set the metrics from the report of a round."""
         for own in report.algorithms:
             name = own.algorithm
@@ -282,9 +282,9 @@ class AuditMeter:
         self._seen = found
         self.meters.set(report.seconds, "audit_duration_seconds")
         self.meters.set(time.time(), "last_audit_timestamp_seconds")
-        self.behind(0)
+        self.set_lag(0)
 
-    def behind(self, records: int) -> None:
+    def set_lag(self, records: int) -> None:
         """Set the number of records that are still to be read."""
         self.meters.set(records, "audit_lag_records")
 

@@ -215,7 +215,7 @@ class TrajectoryIndex:
                 self.sessions += 1
                 self.turns += _count(value)
 
-    def hold(self, extents: Mapping[int, Extent]) -> None:
+    def set_extents(self, extents: Mapping[int, Extent]) -> None:
         """Note which offsets the topic holds. A later call notes what retention has deleted in the meantime."""
         for partition, extent in extents.items():
             known = self.held.get(partition, extent)
@@ -223,11 +223,11 @@ class TrajectoryIndex:
             # audited.
             self.held[partition] = Extent(max(known.first, extent.first), known.end)
 
-    def follow(self, partition: int, extent: Extent) -> None:
+    def extend(self, partition: int, extent: Extent) -> None:
         """Note a partition's new end. Its first offset stays: records that retention deletes from now on were read."""
         self.held[partition] = Extent(self.held.get(partition, extent).first, extent.end)
 
-    def miss(self, partition: int, extent: Extent) -> None:
+    def note_unread(self, partition: int, extent: Extent) -> None:
         """Note records that were deleted before they were read."""
         self.missed.setdefault(partition, []).append(extent)
 

@@ -162,7 +162,7 @@ class RequestLimit:
     running: int = 0
 
     @contextmanager
-    def one(self) -> Iterator[None]:
+    def slot(self) -> Iterator[None]:
         """Counts a request while the block runs. Raises _LimitReached."""
         if self.running >= self.most:
             raise _LimitReached(f"expected at most {self.most} {self.kind} at once, got one more; ask again soon")
@@ -264,7 +264,7 @@ async def _asset(request: web.Request) -> web.StreamResponse:
 
 
 async def _updates(request: web.Request) -> web.StreamResponse:
-    with request.app[STREAMS].one():
+    with request.app[STREAMS].slot():
         response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
         await response.prepare(request)
         try:
@@ -282,17 +282,17 @@ async def _snapshot(request: web.Request) -> web.StreamResponse:
 
 
 async def _trajectory(request: web.Request) -> web.StreamResponse:
-    with request.app[LOOKS].one(), normal_priority():
+    with request.app[LOOKS].slot(), normal_priority():
         return web.json_response(await inspect(request.app[CONTEXT], request.query.get("id", "")[:300]))
 
 
 async def _dead_letters(request: web.Request) -> web.StreamResponse:
-    with request.app[LOOKS].one():
+    with request.app[LOOKS].slot():
         return web.json_response(await newest_dead_letters(request.app[CONTEXT]))
 
 
 async def _retry(request: web.Request) -> web.StreamResponse:
-    with request.app[LOOKS].one():
+    with request.app[LOOKS].slot():
         return web.json_response(await retry_dead_letter(request.app[CONTEXT], int(request.match_info["offset"])))
 
 

@@ -320,7 +320,7 @@ def check_codecs(used: str) -> Iterator[Finding]:
 
 
 def check_disk(places: dict[str, Path]) -> Iterator[Finding]:
-    """Check the disk space for checkpoints, weights and logs. ``places``: directories by contents; they may not exist."""
+    """Check the disk space for checkpoints, weights and logs. ``places``: directories by contents, or future ones."""
     for name, place in places.items():
         # The disk of a folder that does not exist yet is that of its nearest parent.
         folder = next(each for each in (place.absolute(), *place.absolute().parents) if each.exists())

@@ -109,7 +109,7 @@ async def _on_screen(connection: RunConnection, feed: RunFeed, run_path: str, st
         except BusUnavailable as error:
             raise BusUnavailable(advised(error, connection.bus.availability.explanation)) from error
 
-    tell_in_events(feed.state)
+    log_to_event_list(feed.state)
     app = TopApp(feed.state, read, run_path, pace_s=feed.pace_s)
     # Through the application, which restores the terminal. SIGHUP means that its window was closed.
     with stopping.until_asked(lambda _: app.exit()):
@@ -135,7 +135,7 @@ async def read_trajectory(connection: RunConnection, place: str) -> Trajectory:
     return message
 
 
-def tell_in_events(state: RunState) -> None:
+def log_to_event_list(state: RunState) -> None:
     """Send log warnings to the screen's event list. Printed, they would damage the screen."""
 
     def note(_logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:

@@ -106,7 +106,7 @@ def columns_of(values: Sequence[Column], height: int, low: float, high: float) -
     ]
 
 
-def inked(drawn: str, style: str) -> Text:
+def coloured(drawn: str, style: str) -> Text:
     """Blocks in a colour. Full blocks also get it as background, because some terminals put space between lines."""
     text = Text(no_wrap=True)
     # By runs of full and of partial blocks, for as few spans as possible: Rich styles each span.
@@ -129,7 +129,7 @@ def lines(rows: Sequence[Text], width: int, height: int) -> Text:
     return Text("\n", no_wrap=True).join(kept)
 
 
-def nothing(why: str, width: int) -> Text:
+def placeholder(why: str, width: int) -> Text:
     """The text that is shown if there is nothing to draw."""
     return lines([Text(why, MUTED)], width, 1)
 
@@ -142,14 +142,14 @@ def curve(name: str, style: str = ACCENT) -> Draw:
         known = [value for value in values if value is not None]
         rows, room = height - 1, width - MARGIN - 1
         if not known or rows < 1 or room < 4:
-            return nothing("no step yet" if not steps else "not reported by this run", width)
+            return placeholder("no step yet" if not steps else "not reported by this run", width)
         # The whole height is for the metric's real range, whose bounds are written next to it.
         low, high = min(known), max(known)
         drawn = columns_of(resampled(values, room), rows, low, high)
         text = []
         for number, row in enumerate(drawn):
             label = short(high) if number == 0 else short(low) if number == rows - 1 else ""
-            text.append(Text.assemble((fitted(label, MARGIN, right=True), MUTED), ("▕", GRID), inked(row, style)))
+            text.append(Text.assemble((fitted(label, MARGIN, right=True), MUTED), ("▕", GRID), coloured(row, style)))
         text.append(_axis(steps, known[-1], room))
         return lines(text, width, height)
 
@@ -194,7 +194,7 @@ def draw_events(data: Mapping[str, Any], width: int, height: int) -> Text:
     """Events with their times, newest first."""
     events = data["events"]
     if not events:
-        return nothing("no events yet", width)
+        return placeholder("no events yet", width)
     rows = []
     for _, at, level, event, times in reversed(events[-height:] if height else []):
         row = Text.assemble(
@@ -245,7 +245,7 @@ def draw_rows(data: Mapping[str, Any], width: int, height: int) -> Text:
     """A table of the newest trajectories."""
     rows = data["trajectories"]
     if not rows:
-        return nothing("no trajectory yet", width)
+        return placeholder("no trajectory yet", width)
     return lines([head_of_rows(width), *(row_of(row, width) for row in rows[: height - 1])], width, height)
 
 

@@ -19,11 +19,11 @@ from streamrl.inspection.terminal.drawing import (
     SERIES,
     WARN,
     bar,
+    coloured,
     first_that_fits,
     fitted,
-    inked,
     lines,
-    nothing,
+    placeholder,
     short,
 )
 from streamrl.observability.run_state.aggregates import PER_DOUBLING, WITHIN
@@ -156,7 +156,7 @@ def draw_lengths(data: Mapping[str, Any], width: int, height: int) -> Text:
     lengths = data["lengths"]
     rows = height - 2
     if not lengths["cells"]:
-        return nothing("no trajectory yet", width)
+        return placeholder("no trajectory yet", width)
     cells, first, join = _joined(lengths["cells"], min(rows, (width - LABEL - 1) // CELL))
     if rows < 1 or not cells:
         return lines([_judgement(lengths, width)], width, height)
@@ -173,7 +173,7 @@ def draw_lengths(data: Mapping[str, Any], width: int, height: int) -> Text:
         for predicted in range(count):
             style = ACCENT if abs(actual - predicted) <= near else WARN
             shade = _shade(cells.get((predicted, actual), 0) / max(cells.values()))
-            row.append_text(inked(shade * wide, style))
+            row.append_text(coloured(shade * wide, style))
         for part in range(tall):
             margin = Text(fitted("" if part else label, LABEL, right=True), MUTED).append("▕", GRID)
             drawn.append(margin.append_text(row))
@@ -216,7 +216,7 @@ def _shade(share: float) -> str:
 
 def _judgement(lengths: Mapping[str, Any], width: int) -> Text:
     if lengths["close"] is None:
-        return nothing("no trajectory yet", width)
+        return placeholder("no trajectory yet", width)
     return Text.assemble(
         ("within ×", MUTED), (f"{WITHIN:g}", MUTED), (f" {lengths['close']:.0%}", "bold"),
         ("  off by ×", MUTED), (f"{lengths['factor']:.2f}", "bold"),
@@ -227,7 +227,7 @@ def draw_lag(data: Mapping[str, Any], width: int, height: int) -> Text:
     """A bar per bucket: trajectories that the trainer has not finished."""
     lag = data["lag"]
     if not lag["buckets"]:
-        return nothing("no trajectory yet", width)
+        return placeholder("no trajectory yet", width)
     # At least 1, so that the division works without lag.
     most = max(1, *lag["lag"])
     room = max(1, width - 9 - 6)  # between a name of 9 cells and a number of 6
@@ -247,7 +247,7 @@ def draw_staleness(data: Mapping[str, Any], width: int, height: int) -> Text:
     counts = data["staleness"]["counts"]
     total = sum(count for _, count in counts)
     if not total:
-        return nothing("nothing trained yet", width)
+        return placeholder("nothing trained yet", width)
     most = max(count for _, count in counts)
     room = max(1, width - 9 - 7)
     rows = []
@@ -267,7 +267,7 @@ def draw_workers(data: Mapping[str, Any], width: int, height: int) -> Text:
     """
     workers = data["workers"]
     if not workers:
-        return nothing("no worker yet", width)
+        return placeholder("no worker yet", width)
     name = min(NAME, max(6, *(cell_len(plain_text(worker["id"])) for worker in workers)))
     # 26 cells: weights (11), slots (9), tokens a second (6). Without room for the state, the name has the state's
     # colour.
@@ -305,7 +305,7 @@ def draw_split(data: Mapping[str, Any], width: int, height: int) -> Text:
     """A stacked bar per process: its shares of the last minute."""
     split = data["split"]
     if not split:
-        return nothing("no activity yet", width)
+        return placeholder("no activity yet", width)
     legend = Text()
     mark = "█ " if width >= WORKERS_ROOMY_FROM else "█"
     # Only kinds that are drawn, in the order of ``KINDS``, as in the stacks below.

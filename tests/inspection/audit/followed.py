@@ -102,7 +102,7 @@ class FollowedHistory:
             handlers[record.topic](record)
             if record.topic == self._trajectories:
                 ends[record.partition] = record.offset + 1
-        index.trajectories.hold({partition: Extent(0, end) for partition, end in ends.items()})
+        index.trajectories.set_extents({partition: Extent(0, end) for partition, end in ends.items()})
         return check_balance(self.run, index, [each for each in self.manifests if each.run == self.run])
 
     def delete_what_was_read(self, share: float) -> None:

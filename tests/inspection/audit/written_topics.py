@@ -280,7 +280,7 @@ class WrittenTopics:
     def index(self, first: int = 0) -> AuditIndex:
         """What an audit reads; ``first``: retention has deleted the trajectories below."""
         index = AuditIndex()
-        index.trajectories.hold({p: Extent(min(first, len(names)), len(names)) for p, names in self.log.items()})
+        index.trajectories.set_extents({p: Extent(min(first, len(names)), len(names)) for p, names in self.log.items()})
         for record in self.records(STEPS):
             index.add_step(record)
         for record in self.records(SKIPS):

@@ -29,7 +29,7 @@ def audit(world: World) -> list[Problem]:
     """What the audit objects to."""
     broker = world.bus.broker
     books = AuditIndex(steps_begin=True, skips_begin=True)
-    books.trajectories.hold(
+    books.trajectories.set_extents(
         {log.tp.partition: Extent(log.first, len(log.slots)) for log in _logs(broker, TRAJECTORIES)}
     )
     takers = {

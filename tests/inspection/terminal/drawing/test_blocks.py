@@ -4,10 +4,10 @@ from rich.text import Text
 
 from streamrl.inspection.terminal.drawing import (
     bar,
+    coloured,
     columns_of,
     first_that_fits,
     fitted,
-    inked,
     lines,
     resampled,
     short,
@@ -60,5 +60,5 @@ def test_the_longest_wording_that_fits_is_taken() -> None:
 
 
 def test_full_blocks_fill_their_cell_and_partial_ones_do_not() -> None:
-    spans = [(span.start, span.end, str(span.style)) for span in inked("▁██▂", "red").spans]
+    spans = [(span.start, span.end, str(span.style)) for span in coloured("▁██▂", "red").spans]
     assert spans == [(0, 1, "red"), (1, 3, "red on red"), (3, 4, "red")]
