@@ -1,1 +1,1 @@
-"""Weights on their way: the store, the chain of relays, and how a worker fetches and adopts them."""
+"""Weights from trainer to workers: the store, the chain of relays, and how a worker fetches and adopts versions."""

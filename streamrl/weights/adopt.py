@@ -1,11 +1,11 @@
-"""Keeps the engine on the newest weights that a fetcher brings. Knows neither relays nor what the tensors mean.
+"""Keeps the engine on the newest weights that the fetcher brings. Knows neither relays nor what the tensors mean.
 
 Invariants:
-- latest_wins: weights of a series are adopted in the order of (lineage, number), never an older version after a newer;
-- no_completion_is_of_two_policies: those of another series, of which nobody is to have tokens beside these, are taken
-  when nothing runs;
-- a_fetched_version_is_not_held_back_by_newer_ones: if versions arrive faster than they can be fetched, the worker
-  adopts the one it has. This holds for a worker that starts, and for one that waits until nothing runs.
+- latest_version_wins: a series' weights are adopted in the order of (lineage, number), never an older version after a
+  newer one;
+- no_completion_mixes_two_policies: the worker adopts weights of another series only when no completion is running;
+- newer_versions_do_not_delay_a_fetched_one: if versions arrive faster than they can be fetched, the worker adopts the
+  version that it has. This also holds while a worker starts, and while it waits until no completion is running.
 """
 
 import asyncio
@@ -26,47 +26,49 @@ from streamrl.weights.fetch import WeightsFetcher
 log = structlog.get_logger()
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-"""Between attempts, doubled: an announcement may overtake its files by a moment, or a relay may be down for long."""
+"""Seconds between attempts, doubled each time: files may follow their announcement by a moment, or a relay may be down
+for long.
+"""
 FIRST_TRIES = 3
-"""How often a worker that begins fetches what has been announced while it fetched, before it takes what it has."""
+"""How often a starting worker fetches a version announced during its last fetch, before it adopts the one it has."""
 
 
 class TakesWeights(Protocol):
-    """An engine, as far as weights go."""
+    """The part of an engine that takes weights."""
 
     async def adopt(self, directory: Path, version: PolicyVersion) -> None:
         """Take the weights in a directory between two decode steps.
 
         Raises:
-            WeightsError: it cannot.
+            WeightsError: the engine cannot take them.
         """
         ...
 
 
 class WeightsStatus(Protocol):
-    """Where an adopter writes down what weights its engine has; a worker's status is one."""
+    """Where an adopter records which weights its engine has, such as a worker's status."""
 
     def set_weights(self, version: PolicyVersion, policy: str) -> None:
-        """The engine has this version of a policy's weights; the served policy's name is empty."""
+        """Record that the engine has this version of a policy's weights. The served policy's name is empty."""
         ...
 
     def set_next_policy(self, policy: str) -> None:
-        """The weights that are to be brought next are this policy's."""
+        """Record that the next weights are this policy's."""
         ...
 
     def await_idle(self, version: PolicyVersion | None) -> None:
-        """This version waits until nothing runs; None: no version does any more."""
+        """Record that this version waits until no completion is running; None: no version waits."""
         ...
 
 
 @dataclass
 class WeightsAdopter:
-    """``offer`` it announcements; those that a newer one overtakes before their turn are never fetched.
+    """Adopts the newest of the announcements that ``offer`` gets. Versions overtaken by a newer one are not fetched.
 
-    ``held`` is the version in the engine, none before the first, and ``series`` the one that it is of, empty for
-    the run's own. ``until_idle`` returns when the engine runs nothing: weights of another series are taken only then,
-    and with ``only_idle`` all are. ``may_begin``: set but for the moments in which the engine, running nothing, takes
-    them.
+    ``held``: the version in the engine; None before the first. ``series``: that version's series; empty for the run's
+    own. ``until_idle`` returns when no completion is running; only then does the engine take weights of another series.
+    With ``only_idle`` it takes all weights only then. ``may_begin`` is cleared while an idle engine takes weights, and
+    set at all other times.
     """
 
     engine: TakesWeights
@@ -84,9 +86,9 @@ class WeightsAdopter:
         self.may_begin.set()
 
     def offer(self, ready: AnnouncedWeights) -> None:
-        """Announce a version; older ones than the newest so far change nothing, the same one may name other relays.
+        """Take an announcement. One older than the newest so far is ignored; a repeated one may name other relays.
 
-        One of another series takes the place of whatever was announced before.
+        An announcement of another series replaces the one before it.
         """
         before = self._wanted
         if before is None or ready.series != before.series or ready.version > before.version:
@@ -97,13 +99,13 @@ class WeightsAdopter:
         self.status.set_next_policy(ready.series)
 
     async def adopt_loop(self) -> None:
-        """Fetch and adopt whatever is newest.
+        """Fetch and adopt the newest version, again and again.
 
         Consumes: announcements offered. Produces: weights in the engine.
-        Waits for: an announcement newer than what is held; where it is to be, for the end of all that runs.
+        Waits for: an announcement newer than the held version; before some weights, the end of running completions.
         On failure: the old weights stay in service; asks the next relay after a pause, for the newest version by then.
             Raises ``WeightsError`` if the engine refuses its very first weights.
-        On stop: is cancelled; what was half fetched stays, and is fetched to its end if it is still wanted.
+        On stop: is cancelled; a half-fetched version stays, and a later fetch continues it if it is still wanted.
         """
         try:
             await self._adopt_all()
@@ -115,7 +117,7 @@ class WeightsAdopter:
             await self._offered.wait()
             ready, directory = await self._fetch_newest()
             if self.held is None:
-                # Before its first weights a worker gets no work, so it begins with those that are current by then.
+                # A worker gets no work before its first weights, so it can afford to fetch the current ones.
                 for _ in range(FIRST_TRIES):
                     if self._offered.is_set():
                         ready, directory = await self._fetch_newest()
@@ -129,11 +131,11 @@ class WeightsAdopter:
                     log.info("weights not sent, fetching files", reason=str(error), held=str(self.held))
                     self._offered.set()
                     continue
-                # With older weights sampling goes on until the next version; without any there is nothing to do.
+                # With older weights the worker samples on until the next version; without any it cannot work.
                 if self.held is None:
                     raise
                 log.error("weights refused by the engine", error=str(error), held=str(self.held))
-                self.status.await_idle(None)  # of these it waits no more, and it wants orders again
+                self.status.await_idle(None)  # the refused version waits no more: the worker wants orders again
             else:
                 await self._hold(ready)
             finally:
@@ -143,10 +145,11 @@ class WeightsAdopter:
         return self.only_idle or ready.series != self.series
 
     async def _newest_when_idle(self, ready: AnnouncedWeights, directory: Path) -> tuple[AnnouncedWeights, Path]:
-        """Wait until nothing runs; the newest version that is here by then. Newer ones are fetched meanwhile; one that
-        need not wait, since it is of the series that is held after all, comes at once.
+        """Wait until no completion is running; the newest version fetched by then. Newer ones are fetched meanwhile.
+
+        Returns at once with a version that need not wait, because it is of the held series after all.
         """
-        assert self.held is not None, "the first weights wait for nothing"
+        assert self.held is not None, "the first weights never wait for an idle engine"
         idle, offered = asyncio.ensure_future(self.until_idle()), asyncio.ensure_future(self._offered.wait())
         try:
             while not idle.done():
@@ -158,13 +161,13 @@ class WeightsAdopter:
                     break
                 try:
                     ready, directory = await self._fetch_newest(idle.done)
-                except WeightsError:  # no relay had it yet, and the engine is waiting
+                except WeightsError:  # no relay had it yet, and the engine is idle by now
                     self._offered.set()
                 offered = asyncio.ensure_future(self._offered.wait())
-                # Of those that a long tail lets pass by, no more than one lies on the disk.
+                # During a long tail many versions may pass by: keep only the newest of them on the disk.
                 if ready.series == self.series:
                     await in_thread(self.fetcher.keep_only, {self.held, ready.version}, ready.series)
-            # Orders that had been on their way when the dispatcher heard that none are wanted.
+            # Orders may still arrive that were under way when the dispatcher learned that the worker wants none.
             await self.until_idle()
         finally:
             idle.cancel()
@@ -172,10 +175,10 @@ class WeightsAdopter:
         return ready, directory
 
     async def _fetch_newest(self, is_enough: Callable[[], bool] = lambda: False) -> tuple[AnnouncedWeights, Path]:
-        """The newest version by the time that a relay delivers one, and its directory.
+        """The newest version, once a relay has delivered it, and its directory.
 
         Raises:
-            WeightsError: none has, and it is enough.
+            WeightsError: a fetch failed and ``is_enough`` is true.
         """
         async for attempt in AsyncRetrying(
             sleep=self._wait_for_a_newer_one,
@@ -186,15 +189,15 @@ class WeightsAdopter:
             before_sleep=self._log_failure,
         ):
             with attempt:
-                # Cleared before the fetch: an offer that comes while it runs must be looked at afterwards.
+                # Cleared before the fetch: an offer that comes during the fetch must be looked at afterwards.
                 self._offered.clear()
                 ready = self._wanted
-                assert ready is not None, "an offer was waited for"
+                assert ready is not None, "an announcement was offered before"
                 return ready, await self.fetcher.fetch(ready, attempt.retry_state.attempt_number - 1)
         raise AssertionError("retrying never ends")
 
     async def _wait_for_a_newer_one(self, pause_s: float) -> None:
-        """Pause between two attempts: a newer version may be there at once when the older is gone for good."""
+        """Pause between two attempts, but no longer than until a newer version: the older may be gone for good."""
         await happens_within(self._offered, pause_s)
 
     def _log_failure(self, attempt: RetryCallState) -> None:
@@ -207,5 +210,5 @@ class WeightsAdopter:
         self.status.set_weights(version, ready.series)
         self.status.await_idle(None)
         log.info("weights adopted", version=named_version(ready.series or None, version))
-        # In a thread: deleting gigabytes may take long, and the loop has tokens to hand on.
+        # In a thread: deleting gigabytes may take long, and the event loop has tokens to pass on.
         await in_thread(self.fetcher.keep_only, {version, previous or version}, ready.series)

@@ -1,18 +1,18 @@
-"""Fetched weight versions on a host's disk, shared by its workers: each is fetched once, verified once, mapped by all.
+"""A host's cache of weight versions, shared by its workers: each version is fetched and verified once, mapped by all.
 
     {root}/1-7/manifest.json, model.safetensors …, .lock     a whole version
-    {root}/.incoming-1-8-{sha256}/…, .lock                   one that is being fetched, or was until somebody died
-    {root}/arms/{name}/…                                     the same of another series
+    {root}/.incoming-1-8-{sha256}/…, .lock                   a version that is being fetched, or an interrupted fetch
+    {root}/arms/{name}/…                                     the same for another series
     {root}/.run                                              the id of the run whose weights these are
 
-Whoever fetches a version or deletes it holds its lock alone (``flock``, which the kernel releases with the process);
-whoever uses one holds it with others. A worker whose peer is fetching waits; if the peer dies, it goes on with what is
-there. The lock's file also says what was verified: inode, size and times of every file, since this boot. While they are
-the same, nobody hashes the files again.
+A worker that fetches or deletes a version holds its lock exclusively; workers that use a version share its lock. The
+lock is an ``flock``, which the kernel releases when the process ends. A worker waits while a peer fetches the version
+that it wants. If the peer dies, the worker continues the fetch. The lock file also records what was verified: inode,
+size and times of every file, and the boot id. While they are unchanged, no worker hashes the files again.
 
 Invariants:
-- a_version_in_the_cache_is_whole: it gets its name, by a rename, after every byte of it was checked;
-- what_is_used_is_not_deleted: nobody deletes a version whose lock another holds.
+- a_version_in_the_cache_is_whole: a version gets its name, by a rename, after every byte of it was checked;
+- versions_in_use_are_not_deleted: a worker deletes a version only if no other worker holds its lock.
 """
 
 import contextlib
@@ -36,23 +36,23 @@ from streamrl.schemas.weights import INCOMING, MANIFEST, SERIES, WeightManifest,
 LOCK = ".lock"
 DISCARDED = ".discarded-"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""Another after each start of the machine: what was written shortly before a power cut may not be what is there."""
+"""Changes with each boot. After a power cut, files written shortly before may differ from what was verified."""
 
 
 @dataclass
 class WeightCache:
-    """The versions under ``root``, for one worker. Its calls may block, for as long as it takes to hash a version.
+    """The versions under ``root``, for one worker. A call may block for as long as it takes to hash a version.
 
-    ``_used``: descriptors of the locks that this worker holds with others, by version.
+    ``_used``: descriptors of the shared locks that this worker holds, by version.
     """
 
     root: Path
     _used: dict[PolicyVersion, int] = field(default_factory=dict)
 
     def find(self, version: PolicyVersion, manifest_sha256: str) -> Path | None:
-        """The directory of a version, verified, which stays until ``keep_only`` leaves it out; none if it is not here.
+        """The verified directory of a version; None if it is not here. It stays until ``keep_only`` omits the version.
 
-        Hashes what nobody has verified since the machine was started.
+        Hashes files that no worker has verified since the machine booted.
         """
         directory = self.root / str(version)
         descriptor = _lock(directory, fcntl.LOCK_SH)
@@ -66,10 +66,10 @@ class WeightCache:
 
     @contextmanager
     def incoming(self, version: PolicyVersion, manifest_sha256: str, suffix: str = "") -> "Iterator[Incoming | None]":
-        """A directory to put the files of a version into, with what is there of them; none if a peer is at it.
+        """A directory for the files of a version, with those fetched so far; None if a peer is fetching the version.
 
-        Named by the manifest too: what is left of another version of this number is not mixed into it. With a
-        ``suffix`` it is another directory than the peers'.
+        The manifest's hash is part of the directory's name, so that leftovers of another version with the same number
+        do not get mixed in. A ``suffix`` gives a directory that no peer uses.
         """
         directory = self.root / f"{INCOMING}{version}-{manifest_sha256[:16]}{suffix}"
         directory.mkdir(parents=True, exist_ok=True)
@@ -82,14 +82,14 @@ class WeightCache:
             yield incoming
         finally:
             if not incoming.is_put:
-                # Of a fetch that got nowhere nothing stays; of another, there are files to go on with. Still locked:
-                # a peer that comes meanwhile sees that its lock is of a directory that is gone.
+                # Files of an interrupted fetch stay, for the next fetch to continue. An empty directory is removed
+                # while it is still locked, so that a waiting peer sees that its lock's directory is gone.
                 if not incoming.files:
                     shutil.rmtree(directory, ignore_errors=True)
                 os.close(descriptor)
 
     def size_of_incoming(self, version: PolicyVersion) -> int:
-        """Bytes that are there of what is being fetched of a version: they grow while a peer gets anywhere."""
+        """Bytes that unfinished fetches of a version have received. The number grows while a peer makes progress."""
         total = 0
         for path in self.root.glob(f"{INCOMING}{version}-*/*"):
             with contextlib.suppress(FileNotFoundError):
@@ -97,25 +97,25 @@ class WeightCache:
         return total
 
     def put(self, incoming: "Incoming", version: PolicyVersion, manifest: WeightManifest, raw: bytes) -> Path:
-        """Give an incoming directory, of which every file was verified, the version's name; where it is now.
+        """Rename an incoming directory, whose files are all verified, to the version's name; returns the new path.
 
         Raises:
-            WeightsError: it was deleted at once, since everybody else is at newer ones.
+            WeightsError: a peer deleted the version at once, because all others use newer ones.
         """
         if (found := self.find(version, sha256(raw).hexdigest())) is not None:
             shutil.rmtree(incoming.directory, ignore_errors=True)
-            return found  # a peer that was thought to hang was faster
-        (incoming.directory / MANIFEST).write_bytes(raw)  # last, then the rename: a directory that is there is whole
+            return found  # a peer that seemed to hang was faster
+        (incoming.directory / MANIFEST).write_bytes(raw)  # last, before the rename: a named directory is whole
         _write_stamp(incoming.descriptor, _stamp(incoming.directory, manifest))
         directory = self.root / str(version)
-        # What is there is not that version, or is damaged, and a rename would not replace it. Whoever has mapped its
-        # files keeps them.
+        # A directory of that name holds other or damaged files, and a rename would not replace it. Processes that have
+        # mapped its files keep them.
         _discard(directory)
         incoming.directory.rename(directory)
         incoming.is_put = True
         self._use(version, incoming.descriptor)
         try:
-            # From now on with others. Changing the kind of a lock may let somebody else in between.
+            # From now on the lock is shared. Between the two kinds of lock, a peer may take it.
             fcntl.flock(incoming.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(incoming.descriptor), (directory / LOCK).stat()):
                 return directory
@@ -125,16 +125,19 @@ class WeightCache:
         raise WeightsError(f"expected {version} to stay in {self.root}, got it deleted; there is a newer one")
 
     def keep_only(self, versions: Iterable[PolicyVersion]) -> None:
-        """Use no others from now on, and delete what nobody uses of older ones and of interrupted fetches."""
-        kept = set(versions)  # at least one
+        """Release all other versions. Delete older versions and interrupted fetches that no worker uses.
+
+        ``versions``: at least one.
+        """
+        kept = set(versions)
         for left in self._used.keys() - kept:
             os.close(self._used.pop(left))
         newest = max(kept)
         _delete_unused(self.root, lambda version: version is None or (version not in kept and version < newest))
 
     def belong_to(self, run_id: str) -> None:
-        """Delete what nobody uses of another run of this name, arms included: its versions may have larger numbers than
-        any of this one.
+        """Delete the unused versions of another run with this name, in all series: they may have larger numbers than
+        this run's.
         """
         if run_noted(self.root) == run_id:
             return
@@ -144,7 +147,7 @@ class WeightCache:
         note_run(self.root, run_id)
 
     def release(self) -> None:
-        """Use none any more; they stay for others, who delete them with the next version."""
+        """Release all versions. They stay for other workers, which delete them when they adopt the next version."""
         for version in list(self._used):
             os.close(self._used.pop(version))
 
@@ -156,7 +159,7 @@ class WeightCache:
 
 @dataclass
 class Incoming:
-    """A directory that one process puts files into; ``descriptor`` holds its lock."""
+    """A directory that one process fetches files into; ``descriptor`` holds its lock."""
 
     directory: Path
     descriptor: int
@@ -164,12 +167,15 @@ class Incoming:
 
     @property
     def files(self) -> list[Path]:
-        """What is there already."""
+        """The files fetched so far."""
         return [path for path in self.directory.glob("*") if path.name != LOCK]
 
 
 def is_linkable(below: str | None, directory: Path) -> bool:
-    """Whether files below one directory may have a second name in the other, by what can be told before they exist."""
+    """Whether hard links from files under ``below`` into ``directory`` look possible: both are on one file system.
+
+    ``below`` is percent-encoded and may not exist here. None, a relay that does not say, counts as possible.
+    """
     try:
         return below is None or os.stat(unquote(below)).st_dev == directory.stat().st_dev
     except (OSError, ValueError):
@@ -177,13 +183,13 @@ def is_linkable(below: str | None, directory: Path) -> bool:
 
 
 def link(source: Path, manifest: WeightManifest, directory: Path) -> set[str]:
-    """Those of a version's files that could be linked and are what the manifest says."""
+    """Link a version's files into ``directory``; the names of those that match the manifest."""
     linked, aside = set[str](), directory / ".linked"
     for file in manifest.files:
         aside.unlink(missing_ok=True)
         os.link(source / file.name, aside, follow_symlinks=False)
         try:
-            # Checked under a name that nobody appends to: what is there half is fetched on, and this is the relay's.
+            # Checked under a separate name: a fetch would append to a half file, and this file is the relay's.
             if aside.is_symlink() or aside.stat().st_size != file.size or sha256_of(aside) != file.sha256:
                 break
             aside.replace(directory / file.name)
@@ -194,7 +200,7 @@ def link(source: Path, manifest: WeightManifest, directory: Path) -> set[str]:
 
 
 def _lock(directory: Path, how: int, *, create: bool = False) -> int | None:
-    """A descriptor that locks a directory until it is closed; none if it is not there or others lock it otherwise."""
+    """A descriptor that locks a directory until it is closed; None if it does not exist or a peer's lock conflicts."""
     path = directory / LOCK
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o644)
@@ -202,7 +208,7 @@ def _lock(directory: Path, how: int, *, create: bool = False) -> int | None:
         return None
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
-        # Between opening and locking it may have been renamed or deleted: then this lock is of another directory.
+        # Between open and lock the directory may have been renamed or deleted: then this lock is for another one.
         if os.path.samestat(os.fstat(descriptor), path.stat()):
             return descriptor
     except (BlockingIOError, FileNotFoundError):
@@ -210,7 +216,7 @@ def _lock(directory: Path, how: int, *, create: bool = False) -> int | None:
     except OSError as error:
         os.close(descriptor)
         raise WeightsError(
-            f"expected a disk on which files can be locked for {directory.parent}, got: {error.strerror}; "
+            f"expected a disk that can lock files for {directory.parent}, got: {error.strerror}; "
             "set generation.weights_cache to a directory on a local disk"
         ) from error
     os.close(descriptor)
@@ -235,7 +241,7 @@ def _is_verified(directory: Path, descriptor: int, manifest_sha256: str) -> bool
 
 
 def _write_stamp(descriptor: int, stamp: dict[str, Any]) -> None:
-    # Those who use the version with us may be writing the same.
+    # Other workers that share the version may be writing the same content.
     content = json.dumps(stamp).encode()
     os.pwrite(descriptor, content, 0)
     os.ftruncate(descriptor, len(content))
@@ -249,7 +255,7 @@ def _read(descriptor: int) -> Any:
 
 
 def _stamp(directory: Path, manifest: WeightManifest) -> dict[str, Any]:
-    """What shows that files are the ones that were verified."""
+    """Identifies the verified files: the boot id, and inode, size and times of each."""
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
     found = {file.name: (directory / file.name).stat() for file in manifest.files}
     return {
@@ -259,7 +265,10 @@ def _stamp(directory: Path, manifest: WeightManifest) -> dict[str, Any]:
 
 
 def _delete_unused(root: Path, is_old: Callable[[PolicyVersion | None], bool]) -> None:
-    """Of what is whole or incoming, what is old and locked by nobody; None: a name that is no version's."""
+    """Delete the whole and incoming versions that ``is_old`` and that no worker has locked.
+
+    ``is_old`` gets None for an incoming directory whose name has no version.
+    """
     for directory in root.glob("*"):
         if not directory.is_dir():
             continue
@@ -277,7 +286,7 @@ def _delete_unused(root: Path, is_old: Callable[[PolicyVersion | None], bool]) -
 
 
 def _discard(directory: Path) -> None:
-    """Take a directory out of the way, so that nobody finds half of it, and delete it."""
+    """Rename a directory, so that no worker finds half of it, then delete it."""
     aside = directory.parent / f"{DISCARDED}{directory.name}-{os.getpid()}"
     with contextlib.suppress(FileNotFoundError):
         directory.rename(aside)

@@ -1,11 +1,11 @@
 """Writes a weight version into the store that relays serve. Knows neither relays nor workers, and waits for none.
 
-A version is a whole file of weights and, if wanted, beside it what makes that file of the version before: a worker that
-lacks the one takes the other.
+A version is a whole file of weights. With deltas, a second file holds the difference to the version before. A worker
+that has the version before fetches the delta, others the whole file.
 
 Invariants, each with a test of its name:
 - a_version_is_whole_or_absent: the directory gets its name after its manifest was written;
-- a_version_is_never_replaced: neither by another of its name, nor by one of an older lineage that comes late.
+- a_version_is_never_replaced: neither by another of its name, nor by a late one of an older lineage.
 """
 
 import errno
@@ -40,14 +40,14 @@ from streamrl.schemas.weights import (
 
 DELTA = "model.delta"
 WORTH_IT = 0.5
-"""Of the whole file: a difference that is longer saves less than fetching, unpacking and adding it costs."""
+"""Share of the whole file's size. A larger delta saves less than fetching, unpacking and adding it costs."""
 
 
 @dataclass(frozen=True)
 class WeightExporter:
-    """``root`` holds one directory per version; the newest ``keep`` of them stay.
+    """Writes versions below ``root``, one directory each; the newest ``keep`` of them stay.
 
-    ``transfer``: whether workers can take a version as its difference to the one before.
+    ``transfer``: whether workers can fetch a version as its difference to the one before.
     """
 
     root: Path
@@ -63,7 +63,7 @@ class WeightExporter:
         now: float,
         adapter: WeightAdapter | None = None,
     ) -> str:
-        """Write ``model.safetensors``, or the file of an ``adapter``; the text files (``config.json`` …), the manifest.
+        """Write a version: the weights file (or the ``adapter``'s), ``texts`` (``config.json`` …) and the manifest.
 
         Returns:
             The manifest's sha256 in hex.
@@ -72,7 +72,7 @@ class WeightExporter:
 
         Raises:
             DiskFull: the store's disk has no room for it.
-            LateExport: the store has weights of a newer lineage, or of this version.
+            LateExport: the store has weights of a newer lineage, or this version already.
         """
         self._refuse_late(version)  # before anything large is written
         try:
@@ -112,19 +112,19 @@ class WeightExporter:
             content = manifest.model_dump_json().encode()
             (directory / MANIFEST).write_bytes(content)
             self._refuse_late(version)
-        # After the new one has its name, so that there is always a version to fetch.
-        self._forget_old()
+        # After the new version has its name, so that there is always one to fetch.
+        self._delete_old()
         return hashlib.sha256(content).hexdigest()
 
     def _refuse_late(self, version: PolicyVersion) -> None:
         if (newest := newest_lineage(self.root)) > version.lineage:
             raise LateExport(
                 f"expected nothing newer than {version} in {self.root}, got weights of lineage {newest}: another "
-                "trainer exports there by now, and these are not kept"
+                "trainer exports there by now; these weights were not kept"
             )
 
     def _difference(self, directory: Path, version: PolicyVersion, unit: int) -> WeightDelta | None:
-        """Write what the version differs by from the newest one in the store; none if there is none, or no gain."""
+        """Write the version's delta to the newest other one in the store; None if there is no other, or no gain."""
         base = next((found for found in reversed(self.versions()) if found != version), None)
         if base is None:
             return None
@@ -132,11 +132,11 @@ class WeightExporter:
         try:
             manifest = (before / MANIFEST).read_bytes()
             if (before / WEIGHTS).stat().st_size != whole.stat().st_size:
-                return None  # of another precision, as after a change of the settings
+                return None  # another precision, as after a change of the settings
             if not write_delta(before / WEIGHTS, whole, unit, directory / DELTA, int(WORTH_IT * whole.stat().st_size)):
                 return None
         except FileNotFoundError:
-            return None  # whoever tidies the store needs no leave of the trainer
+            return None  # files of the store may be deleted at any time
         return WeightDelta(
             file=describe_file(directory / DELTA),
             target=WEIGHTS,
@@ -144,7 +144,7 @@ class WeightExporter:
             base_manifest_sha256=hashlib.sha256(manifest).hexdigest(),
         )
 
-    def _forget_old(self) -> None:
+    def _delete_old(self) -> None:
         for version in self.versions()[: -self.keep]:
             shutil.rmtree(self.root / str(version), ignore_errors=True)
 
@@ -155,30 +155,30 @@ class WeightExporter:
 
 @contextmanager
 def appearing_directory(target: Path) -> Iterator[Path]:
-    """A temporary directory that becomes ``target`` when the block ends well. Not synced to the disk.
+    """A temporary directory that becomes ``target`` when the block ends without an error. Not synced to the disk.
 
     Raises:
-        LateExport: there is a ``target``, which stays; or whoever has its parent by now took this for a leftover.
+        LateExport: ``target`` exists, and stays; or a newer trainer deleted this directory as a leftover.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Two that export the same version do not write into each other's.
+    # A random suffix: two exports of one version must not write into the same directory.
     temporary = target.parent / f"{TEMPORARY}{target.name}-{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
     try:
         yield temporary
-        temporary.rename(target)  # which refuses a directory that has something in it
+        temporary.rename(target)  # fails if target is a directory with files
     except Exception as error:
         if not temporary.exists():
-            raise LateExport(f"expected to write {target}, got it cleared half written by another trainer") from error
+            raise LateExport(f"expected to write {target}, got it deleted half-way by another trainer") from error
         if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            raise LateExport(f"expected no {target} yet, got one, which stays as it is") from error
+            raise LateExport(f"expected no {target} yet, found one, which stays as it is") from error
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _unit(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of one weight: of the kind of number that most of them are."""
+    """Bytes of one weight, by the size of number that makes up most of the tensors' bytes."""
     sizes: dict[int, int] = {}
     for tensor in tensors.values():
         sizes[tensor.itemsize] = sizes.get(tensor.itemsize, 0) + tensor.nbytes

@@ -1,11 +1,11 @@
 """Brings weight versions from the relays to a worker's disk. Knows announcements, not where they come from.
 
 Invariants:
-- only_verified_bytes_are_adopted: a version's directory appears, by one rename, after every byte of it was checked
-  against its manifest, and the manifest against the announcement;
-- nothing_is_fetched_that_is_here: a relay's files on the same host are linked, not copied;
-- nothing_is_fetched_twice: what a relay delivered before it broke off is kept, and the next one is asked for the rest;
-  of the workers that share a cache one fetches a version.
+- only_verified_bytes_are_adopted: a version's directory appears, by one rename, after every byte was checked against
+  the manifest, and the manifest against the announcement;
+- local_files_are_linked: a relay's files on the same host are hard-linked, not copied;
+- nothing_is_fetched_twice: bytes that a relay delivered before it failed are kept, and the next relay sends the rest;
+  of the workers that share a cache, only one fetches a version.
 """
 
 import asyncio
@@ -47,23 +47,23 @@ log = structlog.get_logger()
 READ_BYTES = 1 << 20
 CONNECT_TIMEOUT_S = 5.0
 PEER_PAUSE_S = 0.05
-"""How often a worker looks whether the one that fetches a version for it is done."""
+"""Seconds between two looks whether a peer has finished its fetch."""
 UNSENT_S = 30.0
-"""So long after it was not sent to, a worker fetches files: a sender that is stuck holds up one version, not each."""
+"""Seconds for which a worker fetches files after the sender failed, so that a stuck sender delays only one version."""
 TO_BE_SENT = ".to-be-sent"
-"""In the cache: directories of versions that say who sends them."""
+"""Folder of the cache with one directory per version that a sender sends; each names the sender."""
 WORTH_IT = 0.5
-"""Of a whole file: deltas that are longer than that together are not fetched in its place."""
+"""Share of the whole file's size. If the deltas together are larger, the whole file is fetched."""
 
 
 @dataclass
 class WeightsFetcher:
-    """Keeps versions under ``cache``, one directory each, together with the other workers that use it; those of
-    another series than the run's own in a folder of its name there.
+    """Fetches versions into ``cache``, which other workers may share.
 
-    ``timeout_s`` is the longest silence of a relay; the one of this ``host`` is asked first, and ``offset`` spreads the
-    workers over the others. ``sender``: the address of one that puts weights of the run's own series into the engine
-    itself, but for those with which a worker begins; empty: there is none.
+    Each version has a directory there. Versions of a series other than the run's own are in a folder with the series'
+    name. ``timeout_s`` is a relay's longest silence. The relay of this ``host`` is asked first; ``offset`` spreads the
+    workers over the other relays. ``sender``: address of a weight sender, empty for none. A sender puts weights of the
+    run's own series straight into the engine, except the first ones after the worker starts.
     """
 
     cache: Path
@@ -82,14 +82,14 @@ class WeightsFetcher:
         return found
 
     def set_run_id(self, run_id: str) -> None:
-        """Whose weights these are: from the next fetch on, those of other runs are removed from the cache."""
+        """Name the run that owns the weights. The next fetch removes other runs' versions from the cache."""
         self._run_id = run_id
 
     async def fetch(self, ready: AnnouncedWeights, attempt: int = 0) -> Path:
         """The verified directory of an announced version; each attempt asks the next relay.
 
-        If another worker of the host is fetching it, waits for that one, as long as it gets anywhere. Of what is to be
-        sent, the directory holds the sender's address alone.
+        If another worker of the host is fetching the version, waits for it as long as it makes progress. If a sender
+        will send the version, the directory holds only the sender's address.
 
         Raises:
             ChecksumMismatch: what the relay has differs from the announcement.
@@ -111,14 +111,14 @@ class WeightsFetcher:
         sent = SentVersion(sender=self.sender, version=ready.version, manifest_sha256=ready.manifest_sha256)
         directory = self.cache / TO_BE_SENT / str(ready.version)
         directory.mkdir(parents=True, exist_ok=True)
-        # By a rename: the workers of a host share it, and say the same.
+        # By a rename: the workers of a host share this file and all write the same content.
         written = directory / f".{os.getpid()}"
         written.write_text(sent.model_dump_json())
         written.rename(directory / SENT)
         return directory
 
     def takes_files_after(self, directory: Path) -> bool:
-        """Whether weights that were refused were to be sent: they are fetched now, and some of the next ones."""
+        """Whether the refused weights of this directory came from the sender. If so, fetch files for a while."""
         if not directory.is_relative_to(self.cache / TO_BE_SENT):
             return False
         self._files_until = asyncio.get_running_loop().time() + UNSENT_S
@@ -128,23 +128,23 @@ class WeightsFetcher:
         loop, versions = asyncio.get_running_loop(), self._versions_of(ready.series)
         if run_id := self._run_id:
             await in_thread(self._versions_of("").belong_to, run_id)
-        there, moved_at = -1, loop.time()
+        received, progress_at = -1, loop.time()
         while True:
             if (found := await in_thread(versions.find, ready.version, ready.manifest_sha256)) is not None:
                 return found
-            # A peer that stands still, as a process can be made to, may hold its lock for ever.
-            suffix = f"-{os.getpid()}" if loop.time() - moved_at > self.timeout_s else ""
+            # A stopped peer process (SIGSTOP) may hold its lock for ever.
+            suffix = f"-{os.getpid()}" if loop.time() - progress_at > self.timeout_s else ""
             with versions.incoming(ready.version, ready.manifest_sha256, suffix) as incoming:
                 if incoming is not None:
                     return await self._download(ready, relay, incoming)
-            if (size := await in_thread(versions.size_of_incoming, ready.version)) != there:
-                there, moved_at = size, loop.time()
+            if (size := await in_thread(versions.size_of_incoming, ready.version)) != received:
+                received, progress_at = size, loop.time()
             await asyncio.sleep(PEER_PAUSE_S)
 
     def keep_only(self, versions: Iterable[PolicyVersion], series: str = "") -> None:
-        """Delete every older version of a series, and what interrupted fetches left, but for what other workers use.
+        """Delete a series' older versions and interrupted fetches, except those that other workers use.
 
-        Of another series, whose weights it had before, this worker uses none any more.
+        Also release all versions of every other series that this worker used before.
         """
         wanted = set(versions)
         self._versions_of(series).keep_only(wanted)
@@ -155,7 +155,7 @@ class WeightsFetcher:
             self._caches.pop(other).release()
 
     def release(self) -> None:
-        """Use no version any more."""
+        """Release all versions."""
         for versions in self._caches.values():
             versions.release()
 
@@ -171,22 +171,22 @@ class WeightsFetcher:
     async def _download(self, ready: AnnouncedWeights, relay: str, incoming: Incoming) -> Path:
         versions, weights = self._versions_of(ready.series), f"{relay}/{weights_path(ready.series)}"
         base = f"{weights}/{ready.version}"
-        # No limit on the whole: gigabytes may take long, and only silence tells a relay that is gone.
+        # No limit on the total: gigabytes may take long, and only silence shows that a relay is gone.
         timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S, sock_read=self.timeout_s)
-        # No decompression: sizes, ranges and checksums are of the bytes as they are stored.
+        # No decompression: sizes, ranges and checksums refer to the stored bytes.
         async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
             raw = await _read_manifest(session, f"{base}/{MANIFEST}")
             manifest = checked_manifest(raw, ready.version, ready.manifest_sha256, base)
-            there = await _linked(session, base, manifest, incoming.directory)
-            if not there:
+            present = await _link_from_relay(session, base, manifest, incoming.directory)
+            if not present:
                 self._check_space(manifest, incoming)
-                there = await self._patched(session, weights, manifest, incoming.directory, versions)
+                present = await self._patch(session, weights, manifest, incoming.directory, versions)
             for file in manifest.files:
-                if file.name not in there:
+                if file.name not in present:
                     await _download_file(session, f"{base}/{file.name}", file, incoming.directory / file.name)
         return await in_thread(versions.put, incoming, ready.version, manifest, raw)
 
-    async def _patched(
+    async def _patch(
         self,
         session: aiohttp.ClientSession,
         weights: str,
@@ -194,11 +194,12 @@ class WeightsFetcher:
         directory: Path,
         versions: WeightCache,
     ) -> set[str]:
-        """Make the file that deltas lead to from a version that is here; its name, or none: it is to be fetched whole.
+        """Make the weights file by applying deltas to a version in the cache; the file's name.
 
-        Whatever is wrong with deltas or what they are applied to, the whole file is right.
+        Empty if the file must be fetched whole. Any failure of the deltas or their base means that, since the whole
+        file is always right.
         """
-        # Begun to be fetched whole: what is there of it is kept.
+        # A fetch of the whole file was interrupted: continue it.
         if manifest.delta is None or _size_of(directory / manifest.delta.target):
             return set()
         target = next(file for file in manifest.files if file.name == manifest.delta.target)
@@ -236,7 +237,7 @@ class WeightsFetcher:
             base = await in_thread(versions.find, delta.base, delta.base_manifest_sha256)
             if base is not None:
                 return base, chain
-            # Its manifest's checksum stands in one that was announced, so that its own delta is as good as announced.
+            # A trusted manifest names the checksum of this one, so that this one's delta is trusted too.
             where = f"{weights}/{delta.base}/{MANIFEST}"
             raw = await _read_manifest(session, where)
             manifest = checked_manifest(raw, delta.base, delta.base_manifest_sha256, where)
@@ -259,34 +260,36 @@ async def _read_manifest(session: aiohttp.ClientSession, url: str) -> bytes:
     return raw
 
 
-async def _linked(session: aiohttp.ClientSession, base: str, manifest: WeightManifest, directory: Path) -> set[str]:
-    """Have a version's files from a relay of this host: the same ones, in its memory or on its disk, under a second
-    name. Their names; none if it is of another host, or its files are on another file system.
+async def _link_from_relay(
+    session: aiohttp.ClientSession, base: str, manifest: WeightManifest, directory: Path
+) -> set[str]:
+    """Hard-link a version's files from a relay of this host; the names of the linked files.
 
-    Waits until the relay has the version whole, unless it is clear at once that they are elsewhere: then what arrives
-    there is read meanwhile. What it deletes later stays here.
+    Empty if the relay is on another host or its files are on another file system. Waits until the relay has the whole
+    version. If linking is clearly impossible, returns at once, and the caller reads the version while it arrives. The
+    links stay when the relay deletes its files.
     """
-    said = b""
+    answer = b""
     async with session.get(f"{base}/{DIRECTORY}", allow_redirects=False) as response:
-        # A relay of another host does not say it, nor does one of an earlier release.
+        # A relay on another host does not answer this, nor does one of an earlier release.
         if response.status == 200 and is_linkable(response.headers.get(BELOW), directory):
-            while (more := await response.content.read(READ_BYTES)) and len(said) <= MAX_MANIFEST_BYTES:
-                said += more
+            while (more := await response.content.read(READ_BYTES)) and len(answer) <= MAX_MANIFEST_BYTES:
+                answer += more
     try:
-        where = json.loads(said or b"{}").get(DIRECTORY)
-        return await in_thread(link, Path(where), manifest, directory) if where else set()
+        source = json.loads(answer or b"{}").get(DIRECTORY)
+        return await in_thread(link, Path(source), manifest, directory) if source else set()
     except (ValueError, AttributeError, TypeError, OSError) as error:
         log.debug("weights not linked", version=str(manifest.version), reason=repr(error))
         return set()
 
 
 async def _download_file(session: aiohttp.ClientSession, url: str, file: WeightFile, path: Path) -> None:
-    """Stream what is missing of a file to disk, then check all of it; a file that fails the check is deleted.
+    """Stream a file's missing bytes to disk, then check the whole file; a file that fails the check is deleted.
 
-    Hashing and writing happen in a thread, which leaves the loop to the tokens.
+    Hashing and writing happen in a thread: the event loop has tokens to pass on.
     """
     have = _size_of(path)
-    # `not have`: an empty file lacks no bytes, but has to be created.
+    # `not have`: an empty file lacks no bytes, but must be created.
     if have < file.size or not have:
         have = await _append(session, url, path, have, file.size)
     found = await in_thread(sha256_of, path)
@@ -298,7 +301,7 @@ async def _download_file(session: aiohttp.ClientSession, url: str, file: WeightF
 
 
 async def _append(session: aiohttp.ClientSession, url: str, path: Path, have: int, size: int) -> int:
-    """Fetch a file from a byte on, up to one byte too many; how many there are now."""
+    """Fetch a file from byte ``have`` on; the number of bytes on disk now. Stops once there are more than ``size``."""
     async with _opened(session, url, {"Range": f"bytes={have}-"} if have else {}) as response:
         if response.status == 200:  # a relay that does not know Range sends all of it again
             have = 0
@@ -306,7 +309,7 @@ async def _append(session: aiohttp.ClientSession, url: str, path: Path, have: in
             async for chunk in response.content.iter_chunked(READ_BYTES):
                 have += len(chunk)
                 await in_thread(target.write, chunk)
-                if have > size:  # enough to know that it is not the file, whatever else follows
+                if have > size:  # enough to know that this is not the expected file
                     break
     return have
 
@@ -315,7 +318,7 @@ async def _append(session: aiohttp.ClientSession, url: str, path: Path, have: in
 async def _opened(
     session: aiohttp.ClientSession, url: str, headers: Mapping[str, str] | None = None
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    # A redirect would let a relay choose where weights come from; they are checked, but need not be fetched from there.
+    # No redirects: a relay must not choose where weights come from, even though they are checked.
     async with session.get(url, headers=headers, allow_redirects=False) as response:
         if response.status != 200 and not (headers and response.status == 206):
             raise WeightsError(f"expected status 200 from {url}, got {response.status}")

@@ -1,7 +1,7 @@
-"""Groups of a weight sender and the ranks of one engine, over which tensors are broadcast; both ends of the check.
+"""Process groups of a weight sender and the ranks of one engine, for broadcasting tensors; and their check sum.
 
-The sender is rank 0. Over gloo, between processors, the collective is torch's own; over NCCL, between GPUs, both ends
-are vLLM's (``NCCLTrainerWeightTransferEngine``, and its counterpart in the ranks), so that their buffers agree.
+The sender is rank 0. Over gloo, between CPUs, torch broadcasts. Over NCCL, between GPUs, both ends are vLLM's
+(``NCCLTrainerWeightTransferEngine``, and its counterpart in the ranks), so that their buffers agree.
 """
 
 import socket
@@ -16,22 +16,22 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 Group = Any
-"""``dist.ProcessGroupGloo``, whose collectives torch gives no types."""
+"""``dist.ProcessGroupGloo``: torch has no type hints for its collectives."""
 Backend = Literal["gloo", "nccl"]
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def word_sum(tensor: torch.Tensor) -> int:
-    """Sum of a tensor's bytes, taken as integers of its numbers' length, modulo 2^64 in two's complement.
+    """Sum of a tensor's elements, their bytes read as integers of the same size, modulo 2^64 in two's complement.
 
-    Computed where the tensor is. It finds what goes wrong on the way, not what somebody made to look right.
+    Computed on the tensor's device. It finds transfer errors, not deliberate changes.
     """
     words = tensor.detach().contiguous().view(_WORDS[tensor.itemsize])
     return int(words.sum(dtype=torch.int64).item())
 
 
 Tensors = Mapping[str, torch.Tensor]
-"""In the order in which they are sent."""
+"""Tensors by name, in the order in which they are sent."""
 
 
 class SendingGroup(Protocol):
@@ -39,14 +39,14 @@ class SendingGroup(Protocol):
 
     @property
     def meeting(self) -> Mapping[str, Any]:
-        """What the ranks have to know to join, as vLLM's ``init_weight_transfer_engine`` takes it."""
+        """What the ranks need to join: the argument of vLLM's ``init_weight_transfer_engine``."""
         ...
 
     def send(self, tensors: Tensors) -> None:
-        """Broadcast them all; the first time, once every rank has joined. Blocks.
+        """Broadcast all tensors. The first call waits until every rank has joined. Blocks.
 
         Raises:
-            RuntimeError: a rank did not come, or is gone.
+            RuntimeError: a rank did not join, or is gone.
         """
         ...
 
@@ -56,13 +56,13 @@ class SendingGroup(Protocol):
 
 
 def open_group(backend: Backend, host: str, ranks: int, timeout_s: float) -> SendingGroup:
-    """A group that waits for so many ranks, which reach it under ``host``."""
+    """A group that waits for ``ranks`` ranks, which reach it at ``host``."""
     return GlooGroup(host, ranks, timeout_s) if backend == "gloo" else NcclGroup(host, ranks, timeout_s)
 
 
 @dataclass
 class GlooGroup:
-    """Tensors from memory to memory."""
+    """Sends tensors from memory to memory, over gloo."""
 
     host: str
     ranks: int
@@ -98,7 +98,7 @@ class GlooGroup:
 
 @dataclass
 class NcclGroup:
-    """Tensors from the device of this process to those of the ranks, packed into vLLM's buffers (a gigabyte, twice)."""
+    """Sends tensors from this process's GPU to the ranks' GPUs, packed into vLLM's buffers (two of one gigabyte)."""
 
     host: str
     ranks: int
@@ -120,13 +120,13 @@ class NcclGroup:
         return {"master_address": self.host, "master_port": self._port, "world_size": self.ranks + 1}
 
     def send(self, tensors: Tensors) -> None:
-        """See ``SendingGroup``; a rank that is gone is waited for without end, as NCCL does."""
+        """See ``SendingGroup``. Waits without end for a rank that is gone, as NCCL does."""
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
         source = _OnDevice(tensors)
         if self._engine is None:
             info = NCCLTrainerInitInfo(rank=0, **self._address)
-            self._engine = NCCLTrainerWeightTransferEngine.trainer_init(info, client=_Told(), source=source)
+            self._engine = NCCLTrainerWeightTransferEngine.trainer_init(info, client=_NoControl(), source=source)
         self._engine.source = source
         self._engine.send_weights()
 
@@ -139,7 +139,7 @@ class NcclGroup:
 
 @dataclass(frozen=True)
 class _OnDevice:
-    """A ``WeightSource`` of vLLM's: what comes, and then the tensors, each put on the device when its turn comes."""
+    """A ``WeightSource`` for vLLM: the tensors' description, then the tensors, each copied to the GPU just in time."""
 
     tensors: Tensors
 
@@ -152,8 +152,8 @@ class _OnDevice:
         return ((name, tensor.cuda()) for name, tensor in self.tensors.items())
 
 
-class _Told:
-    """A ``VLLMWeightSyncClient`` of ranks that their own worker tells what to do, once it has its turn."""
+class _NoControl:
+    """A ``VLLMWeightSyncClient`` that does nothing: the ranks' own worker controls them, once it has its turn."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         pass
@@ -172,7 +172,7 @@ def join_gloo(address: str, port: int, rank: int, world_size: int, timeout_s: fl
     """A rank's end of a ``GlooGroup``.
 
     Raises:
-        RuntimeError: the others did not come in time.
+        RuntimeError: the others did not join in time.
     """
     store = _store(address, port, world_size, timeout_s, is_first=False)
     return _gloo(store, address, rank, world_size, timeout_s)
@@ -184,8 +184,8 @@ def _store(address: str, port: int, world_size: int, timeout_s: float, *, is_fir
 
 
 def _gloo(store: Store, sender: str, rank: int, world_size: int, timeout_s: float) -> Group:
-    # By itself gloo takes the address of this host's name, which need not lead to the sender; torch has
-    # no public way to say so.
+    # By default gloo uses the address of this host's name, which may not lead to the sender. torch has no public way
+    # to choose another one.
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address_towards(sender))]  # noqa: SLF001
     options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
@@ -195,12 +195,12 @@ def _gloo(store: Store, sender: str, rank: int, world_size: int, timeout_s: floa
 def _own_address_towards(host: str) -> str:
     family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(where)  # which sends nothing
+        probe.connect(where)  # sends nothing: UDP
         return str(probe.getsockname()[0])
 
 
 def broadcast(group: Group, tensor: torch.Tensor) -> None:
-    """From rank 0 into everybody's tensor."""
+    """Copy rank 0's tensor into the tensor of every rank."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     group.broadcast([tensor], options).wait()

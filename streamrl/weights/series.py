@@ -1,7 +1,7 @@
-"""Which series of weights versions there are beside the run's own, and who is to follow which.
+"""Which series of weights versions a run has besides its own, and which series each worker follows.
 
-A version belongs to a series; the numbers of two series say nothing of each other. The name of the run's own is empty.
-Workers and relays hold, fetch and pass on every series alike, and ask here which ones are wanted.
+A version belongs to a series; numbers of different series are not comparable. The name of the run's own is empty.
+Workers and relays handle every series alike, and ask here which ones are wanted.
 """
 
 from typing import Protocol
@@ -10,19 +10,19 @@ from streamrl.schemas.messages import Message
 
 
 class WantedSeries(Protocol):
-    """What control says of series."""
+    """The series that the control topic asks for."""
 
     def observe(self, message: Message) -> bool:
-        """Take one message of the control topic into account; whether the answers may be others now."""
+        """Take one message of the control topic into account; returns whether the answers may have changed."""
         ...
 
     @property
     def names(self) -> frozenset[str] | None:
-        """The series beside the run's own that workers want now; None: not known yet."""
+        """The series, besides the run's own, that workers want now; None: not known yet."""
         ...
 
     def of_worker(self, worker_id: str) -> str:
-        """The series that a worker is to follow; the log gets a line when it is another than before."""
+        """The series that a worker follows. A change is logged."""
         ...
 
 
@@ -32,9 +32,9 @@ class OwnSeries:
     names: frozenset[str] | None = frozenset()
 
     def observe(self, message: Message) -> bool:
-        """See ``WantedSeries``: nothing is said of series."""
+        """See ``WantedSeries``: nothing ever changes."""
         return False
 
     def of_worker(self, worker_id: str) -> str:
-        """See ``WantedSeries``: the run's own."""
+        """See ``WantedSeries``: the run's own series."""
         return ""

@@ -16,29 +16,29 @@ class RelaySettings(Section):
     store: Annotated[
         Path | None,
         Field(
-            description="Where this relay keeps the weights that it fetches from the relay before it, best in memory "
-            "(/dev/shm). Not set: it serves the trainer's own store, from run.directory, and is the first of the chain."
+            description="Directory for the weights that this relay fetches from the relay before it, best in memory "
+            "(/dev/shm). Not set: it serves the trainer's own store in run.directory, as the first of the chain."
         ),
     ] = None
-    keep_versions: Annotated[int, Field(ge=1, description="Newest versions that stay in relay.store.")] = 2
+    keep_versions: Annotated[int, Field(ge=1, description="Number of newest versions that stay in relay.store.")] = 2
     lease_s: Annotated[
         float,
-        Field(ge=0, description="A version stays for this long after somebody last read of it, whatever is newer."),
+        Field(ge=0, description="Seconds that a version stays after it was last read, even if it is old."),
     ] = 30.0
-    site: Annotated[str, Field(description="Network around this host: the chain of relays goes site by site.")] = ""
+    site: Annotated[str, Field(description="Name of this host's network: the chain of relays goes site by site.")] = ""
     address: Annotated[
         str | None,
         Field(
-            description="Where others reach this relay, as `http://name:port`; not set: at relay.host, or at this "
-            "host's name if that is 0.0.0.0."
+            description="Address at which others reach this relay, as `http://name:port`. Not set: relay.host, or this "
+            "host's name if relay.host is 0.0.0.0."
         ),
     ] = None
     max_bytes_per_s: Annotated[
         int,
-        Field(ge=0, description="Most bytes of weights a second that it sends to other hosts together; 0: no bound."),
+        Field(ge=0, description="Most bytes of weights per second to all other hosts together; 0: no limit."),
     ] = 0
-    heartbeat_interval_s: Annotated[float, Field(gt=0, description="Between two heartbeats.")] = 1.0
+    heartbeat_interval_s: Annotated[float, Field(gt=0, description="Seconds between two heartbeats.")] = 1.0
     timeout_s: Annotated[
         float,
-        Field(gt=0, description="Silence of an upstream after which another one is asked."),
+        Field(gt=0, description="Seconds of silence after which another upstream is asked."),
     ] = 5.0

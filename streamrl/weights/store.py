@@ -1,4 +1,4 @@
-"""The trainer's store of weights as its relay reads it: complete versions, and leases on those that are read."""
+"""The trainer's store of weights as its relay reads it: complete versions, and leases on the versions in use."""
 
 import os
 import re
@@ -19,13 +19,16 @@ from streamrl.schemas.weights import MANIFEST, complete_versions
 log = structlog.get_logger()
 
 LEASES = ".leases"
-# A plain name of a kind that a model directory has: no path, no hidden file.
+# Plain names of files in a model directory: no paths, no hidden files.
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}\.(safetensors|json|jinja|txt|model|delta)")
 
 
 @dataclass
 class WeightStore:
-    """A directory with one sub-directory per version, named ``<lineage>-<number>``."""
+    """A directory with one sub-directory per version, named ``<lineage>-<number>``.
+
+    ``lease_s``: seconds for which a version's files stay after its last reader; 0: no leases.
+    """
 
     root: Path
     lease_s: float = 0.0
@@ -35,9 +38,9 @@ class WeightStore:
     _linking: threading.Lock = field(default_factory=threading.Lock)
 
     def find(self, version: str, name: str) -> Path | None:
-        """The file to serve, or none if version or name is not plain, not complete, a link, or not there."""
+        """The file to serve. None if a name is malformed, the version incomplete, or the file a link or missing."""
         try:
-            # Parsed and written anew: two numbers and a dash are all that gets from the URL into the path.
+            # Parsed and formatted again: only two numbers and a dash get from the URL into the path.
             wanted = PolicyVersion.parse(version)
         except ValueError:
             return None
@@ -52,9 +55,10 @@ class WeightStore:
 
     @contextmanager
     def lease(self, version: PolicyVersion) -> Iterator[None]:
-        """Somebody reads of a version: its files stay until ``lease_s`` later.
+        """A block that reads a version. The version's files stay until ``lease_s`` after it, once ``keep`` linked them.
 
-        The trainer knows nothing of readers and may delete it meanwhile; so the files are linked, which copies nothing.
+        The trainer does not know the readers and may delete the version at any time. So the relay keeps hard links to
+        the files, which copies nothing.
         """
         self._readers[version] += 1
         try:
@@ -65,7 +69,7 @@ class WeightStore:
                 self._leased[version] = self.clock()
 
     def keep(self, version: PolicyVersion) -> None:
-        """Link the files of a version that is read, the first time. Blocks."""
+        """Link the files of a version, if that was not done yet. Blocks."""
         with self._linking:
             if version in self._leased or not self.lease_s:
                 return
@@ -73,16 +77,16 @@ class WeightStore:
             shutil.rmtree(kept, ignore_errors=True)
             try:
                 kept.mkdir(parents=True)
-                # The manifest last: then whatever it names is there.
+                # The manifest last: once it is there, all files that it names are.
                 for path in sorted((self.root / str(version)).iterdir(), key=lambda path: path.name == MANIFEST):
                     os.link(path, kept / path.name)
-            except OSError as error:  # deleted at this moment, or a disk without links
+            except OSError as error:  # the version was deleted just now, or the disk has no links
                 log.info("weights not leased", version=str(version), error=str(error))
             else:
                 self._leased[version] = self.clock()
 
     def tidy(self) -> None:
-        """Let go of what nobody has read of for the length of a lease, and of what an earlier process held."""
+        """Release versions whose leases have expired, and those that an earlier process kept."""
         now = self.clock()
         with self._linking:
             for version, read_at in list(self._leased.items()):
@@ -93,19 +97,19 @@ class WeightStore:
                     shutil.rmtree(kept, ignore_errors=True)
 
     def release(self) -> None:
-        """Let go of everything, once nobody can read any more: another process may never come and do it."""
+        """Release all versions. Call it when the relay stops serving: no later process may come to clean up."""
         with self._linking:
             self._leased.clear()
             shutil.rmtree(self.root / LEASES, ignore_errors=True)
 
     def is_gone(self, version: str) -> bool:
-        """Whether a version is not there, and newer ones are: it was deleted and will not come back."""
+        """Whether a version is missing while newer ones are there: it was deleted and will not come back."""
         try:
             wanted = PolicyVersion.parse(version)
         except ValueError:
             return False
-        there = self.versions()
-        return wanted not in there and bool(there) and wanted < there[-1]
+        complete = self.versions()
+        return wanted not in complete and bool(complete) and wanted < complete[-1]
 
     def versions(self) -> list[PolicyVersion]:
         """Complete versions, oldest first."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 _PREFIX_BYTES = 8
-"""A safetensors file begins with the length of its JSON header as a little-endian 64-bit integer."""
+"""A safetensors file starts with the length of its JSON header, a little-endian 64-bit integer."""
 KINDS = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -19,28 +19,28 @@ KINDS = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""By safetensors' names."""
+"""torch's types by the names that safetensors gives them."""
 
 
 def mapped_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file whose header was checked, mapped and not copied.
+    """The tensors of a file, by name. They are mapped, not copied. The caller has checked the file's header.
 
-    safetensors' own ``get_tensor`` leaves two small objects behind for each tensor: megabytes an hour in a worker that
-    adopts weights all the time.
+    safetensors' own ``get_tensor`` leaks two small objects per tensor: megabytes an hour in a worker that adopts
+    weights all the time.
     """
     with file.open("rb") as stored:
         size = int.from_bytes(stored.read(_PREFIX_BYTES), "little")
         header = json.loads(stored.read(size))
-    # shared=False maps privately: pages are read when they are first touched, and no write would reach the file.
+    # shared=False maps privately: a page is read when it is first touched, and a write would not reach the file.
     content = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
     header.pop("__metadata__", None)
     tensors = {}
     for name, facts in header.items():
         kind = KINDS[facts["dtype"]]
-        # data_offsets are counted from the first byte behind the header.
-        begin, end = (_PREFIX_BYTES + size + offset for offset in facts["data_offsets"])
-        raw = content[begin:end]
-        # A view as another type must begin at a multiple of its size; the header may leave the first tensor elsewhere.
-        aligned = raw.clone() if begin % kind.itemsize else raw
+        # data_offsets are counted from the first byte after the header.
+        start, end = (_PREFIX_BYTES + size + offset for offset in facts["data_offsets"])
+        raw = content[start:end]
+        # A view as another type must start at a multiple of that type's size. After an odd header, tensors may not.
+        aligned = raw.clone() if start % kind.itemsize else raw
         tensors[name] = aligned.view(kind).reshape(facts["shape"])
     return tensors

@@ -1,4 +1,4 @@
-"""What a worker and a weight sender say to each other over HTTP before tensors come: a turn is asked for, and given."""
+"""The HTTP exchange between worker and weight sender: the worker requests a turn, then the sender sends tensors."""
 
 from contextlib import closing, suppress
 from http import HTTPStatus
@@ -16,12 +16,12 @@ from streamrl.schemas.trajectories import Part, ShortText
 from streamrl.schemas.weights import Sha256
 
 SENT = "sent.json"
-"""In the directory of a version of which a worker has nothing but this: who is to be asked for it."""
+"""File that names the sender of a version. It is the only file in that version's directory."""
 MAX_REQUEST_BYTES = 4096
 
 
 class SentVersion(Part):
-    """Content of ``SENT``: a version, by the sha256 of its manifest, and the address of its sender."""
+    """Content of ``SENT``: a version, the sha256 of its manifest, and the address of its sender."""
 
     sender: ShortText
     version: PolicyVersion
@@ -29,7 +29,10 @@ class SentVersion(Part):
 
 
 class TurnRequest(Part):
-    """``session``: a name that the engine gave itself; ``ranks``: how many processes it computes in."""
+    """An engine's request for a turn.
+
+    ``session``: a name that the engine chose; ``ranks``: the number of the engine's processes.
+    """
 
     version: PolicyVersion
     manifest_sha256: Sha256
@@ -38,9 +41,10 @@ class TurnRequest(Part):
 
 
 class SendingTurn(Part):
-    """``meeting``: how the ranks join the sender's group, empty where they have; then what comes, in this order.
+    """The answer to a request for a turn: which tensors the sender sends, in this order.
 
-    ``sums``: ``word_sum`` of each tensor.
+    ``meeting``: how the ranks join the sender's group; empty if they have joined already. ``sums``: ``word_sum`` of
+    each tensor.
     """
 
     meeting: dict[str, str | int | float | bool]
@@ -51,38 +55,38 @@ class SendingTurn(Part):
 
     @property
     def update_info(self) -> dict[str, Any]:
-        """As vLLM's ``update_weights`` takes it."""
+        """The argument of vLLM's ``update_weights``."""
         shapes = [list(shape) for shape in self.shapes]
         return {"names": list(self.names), "dtype_names": list(self.dtype_names), "shapes": shapes}
 
 
 def read_sent(directory: Path) -> SentVersion | None:
-    """What a version's directory says of a sender; None where the version is in files."""
+    """The sender that a version's directory names; None if the version is in files."""
     path = directory / SENT
     return SentVersion.model_validate_json(path.read_bytes()) if path.is_file() else None
 
 
 class TurnAsker:
-    """An engine's requests for turns, one at a time: under the name ``session``, for so many ``ranks``."""
+    """Requests turns for one engine, one at a time."""
 
     def __init__(self, session: str, ranks: int, timeout_s: float) -> None:
         self._session, self._ranks, self._timeout_s = session, ranks, timeout_s
         self._connection: HTTPConnection | None = None
 
     def ask(self, sent: SentVersion) -> SendingTurn:
-        """Wait until it is this engine's turn; from then on the sender sends. Blocks.
+        """Wait until it is this engine's turn; then the sender starts to send. Blocks.
 
         Raises:
-            WeightsError: the sender is not there, does not have the version, or has no time; or this was given up.
+            WeightsError: the sender is not there, does not have the version, or is busy; or ``give_up`` was called.
         """
-        asked = TurnRequest(
+        request = TurnRequest(
             version=sent.version, manifest_sha256=sent.manifest_sha256, session=self._session, ranks=self._ranks
         )
         where = urlsplit(sent.sender)
         try:
             with closing(HTTPConnection(where.hostname or "", where.port, timeout=self._timeout_s)) as connection:
                 self._connection = connection
-                connection.request("POST", "/turns", asked.model_dump_json(), {"Content-Type": "application/json"})
+                connection.request("POST", "/turns", request.model_dump_json(), {"Content-Type": "application/json"})
                 answer = connection.getresponse()
                 content = answer.read()
             if answer.status == HTTPStatus.OK:
@@ -91,11 +95,11 @@ class TurnAsker:
             raise WeightsError(f"expected {sent.sender} to send weights {sent.version}, got {error}") from error
         finally:
             self._connection = None
-        said = content.decode(errors="replace").strip()
-        raise WeightsError(f"expected {sent.sender} to send weights {sent.version}, got {answer.status}: {said}")
+        reason = content.decode(errors="replace").strip()
+        raise WeightsError(f"expected {sent.sender} to send weights {sent.version}, got {answer.status}: {reason}")
 
     def give_up(self) -> None:
-        """Have a request that waits for its answer fail at once; from any thread."""
+        """Make a waiting request fail at once. May be called from any thread."""
         connection = self._connection
         socket = None if connection is None else connection.sock
         if socket is not None:

@@ -210,7 +210,7 @@ PROMISES = (
         "streamrl/weights/cache.py",
         "        elif (descriptor := _lock(directory, fcntl.LOCK_EX)) is not None:\n",
         "        elif (descriptor := _lock(directory, fcntl.LOCK_SH)) is not None:\n",
-        ("tests/weights/test_shared_weights.py::test_what_is_used_is_not_deleted",),
+        ("tests/weights/test_shared_weights.py::test_versions_in_use_are_not_deleted",),
     ),
     # A relay passes on whatever arrives; only the last host would find out, from the sha256.
     Mutant(
@@ -219,7 +219,7 @@ PROMISES = (
         "schemas/weights.py",
         '        return bool(expected) and expected != f"{zlib.crc32(chunk):08x}"\n',
         "        return False\n",
-        ("tests/weights/test_relay_tier.py::test_damage_is_found_at_once_and_only_checked_chunks_are_passed_on",),
+        ("tests/weights/test_relay_tier.py::test_damage_is_found_at_once_and_only_verified_chunks_are_forwarded",),
     ),
     # Two relays may wait for each other.
     Mutant(
@@ -228,7 +228,7 @@ PROMISES = (
         "streamrl/weights/relay/chain.py",
         "    holders = [member for member in chain[place + 1 :] if member.holds(version, series)]\n",
         "    holders = chain[place + 1 :]\n",
-        ("tests/weights/test_relay_chain.py::test_nobody_waits_for_itself",),
+        ("tests/weights/test_relay_chain.py::test_relays_never_wait_for_each_other",),
     ),
     # A node that is cut off is waited for again and again, though others answer.
     Mutant(
@@ -279,7 +279,7 @@ PROMISES = (
         "streamrl/weights/relay/copies.py",
         "                copies.versions.clear()\n",
         "                pass\n",
-        ("tests/weights/test_relay_tier.py::test_copies_are_of_one_run",),
+        ("tests/weights/test_relay_tier.py::test_copies_belong_to_one_run",),
     ),
     # A reader and an open file more for each attempt that came to nothing.
     Mutant(
@@ -288,7 +288,7 @@ PROMISES = (
         "streamrl/weights/relay/copies.py",
         "            arriving.give_up()\n",
         "            pass\n",
-        ("tests/weights/test_relay_tier.py::test_nobody_reads_of_what_nobody_brings",),
+        ("tests/weights/test_relay_tier.py::test_readers_of_an_abandoned_version_are_notified",),
     ),
     Mutant(
         "48j",
@@ -329,7 +329,7 @@ PROMISES = (
         "streamrl/weights/adopt.py",
         "        return self.only_idle or ready.series != self.series\n",
         "        return self.only_idle\n",
-        ("tests/weights/test_fetch_and_adopt.py::test_no_completion_is_of_two_policies",),
+        ("tests/weights/test_fetch_and_adopt.py::test_no_completion_mixes_two_policies",),
     ),
     Mutant(
         "56a",

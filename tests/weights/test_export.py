@@ -97,7 +97,7 @@ def test_a_version_is_never_replaced(tmp_path: Path) -> None:
     store = WeightExporter(tmp_path, 2)
     export(store, 3)
     before = (tmp_path / "1-3" / "manifest.json").read_bytes()
-    with pytest.raises(LateExport, match=r"expected no .*/1-3 yet, got one, which stays as it is"):
+    with pytest.raises(LateExport, match=r"expected no .*/1-3 yet, found one, which stays as it is"):
         export(store, 3, {"w": torch.zeros(2)})
     assert (tmp_path / "1-3" / "manifest.json").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["1-3"]
@@ -133,7 +133,7 @@ def test_one_whose_half_written_files_were_cleared_is_refused(tmp_path: Path, mo
         return described(path)
 
     monkeypatch.setattr("streamrl.weights.export.describe_file", cleared)
-    with pytest.raises(LateExport, match="got it cleared half written by another trainer"):
+    with pytest.raises(LateExport, match="got it deleted half-way by another trainer"):
         export(WeightExporter(tmp_path, 1), 7)
     assert list(tmp_path.iterdir()) == []
 

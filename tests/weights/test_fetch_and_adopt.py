@@ -46,7 +46,7 @@ async def adopting(engine: FakeEngine, cache: Path) -> AsyncIterator[WeightsAdop
             await task
 
 
-async def test_latest_wins(tmp_path: Path) -> None:
+async def test_latest_version_wins(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with running_relay() as relay, adopting(engine, tmp_path) as adopter:
         ready = {number: relay.add(PolicyVersion(1, number)) for number in (1, 2, 3)} | {
@@ -157,7 +157,7 @@ class Shelf(WeightsFetcher):
         self.kept = set(versions)
 
 
-async def test_no_completion_is_of_two_policies(tmp_path: Path) -> None:
+async def test_no_completion_mixes_two_policies(tmp_path: Path) -> None:
     """Weights of another policy are taken once nothing runs, whatever their number; those of its own at once."""
     idle, status, shelf = asyncio.Event(), RecordedStatus(), Shelf(tmp_path, 0)
     engine = FakeEngine()
@@ -213,7 +213,7 @@ async def test_a_worker_begins_with_the_weights_that_are_current_when_it_has_the
         assert shelf.fetched[: first + 1] == list(range(first + 1))
 
 
-async def test_a_fetched_version_is_not_held_back_by_newer_ones(
+async def test_newer_versions_do_not_delay_a_fetched_one(
     tmp_path: Path,
 ) -> None:
     idle, engine = asyncio.Event(), FakeEngine()

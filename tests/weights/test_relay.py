@@ -18,7 +18,7 @@ from streamrl.schemas.errors import UserError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import WeightManifest
 from streamrl.weights.relay.copies import VersionCopy
-from streamrl.weights.relay.server import Relay, _told_where
+from streamrl.weights.relay.server import Relay, _answer_directory
 from streamrl.weights.settings import RelaySettings
 from streamrl.weights.store import WeightStore
 
@@ -184,7 +184,7 @@ def test_no_name_reaches_a_file_outside_the_store(
     assert found is None or found.resolve().parent == (root / "weights" / "1-3").resolve(), quote(name)
 
 
-async def test_who_leaves_before_he_is_told_where_a_copy_lies_makes_no_error(
+async def test_who_leaves_before_he_is_answer_directory_a_copy_lies_makes_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(self: web.StreamResponse, data: bytes = b"") -> None:
@@ -196,4 +196,4 @@ async def test_who_leaves_before_he_is_told_where_a_copy_lies_makes_no_error(
     copy = VersionCopy(version, manifest, b"{}", tmp_path / "1-0")
     copy.ended.set()
     request = make_mocked_request("GET", "/weights/1-0/directory")
-    assert (await _told_where(request, copy)).status == 200
+    assert (await _answer_directory(request, copy)).status == 200

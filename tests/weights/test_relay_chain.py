@@ -34,7 +34,7 @@ def who_lacks_it(fleet: list[RelayMember]) -> list[RelayMember]:
 
 
 @given(fleet=fleets(), data=st.data())
-def test_nobody_waits_for_itself(fleet: list[RelayMember], data: st.DataObject) -> None:
+def test_relays_never_wait_for_each_other(fleet: list[RelayMember], data: st.DataObject) -> None:
     """Whatever part of the fleet each of them knows, and whomever it has given up."""
     waits_for: dict[str, set[str]] = {}
     for me in who_lacks_it(fleet):

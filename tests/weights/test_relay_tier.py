@@ -55,7 +55,7 @@ async def test_a_dead_relay_is_routed_around_in_the_middle_of_a_transfer(tmp_pat
         assert net.store.sent <= 1.1 * len(content)
 
 
-async def test_damage_is_found_at_once_and_only_checked_chunks_are_passed_on(tmp_path: Path) -> None:
+async def test_damage_is_found_at_once_and_only_verified_chunks_are_forwarded(tmp_path: Path) -> None:
     content = os.urandom(3 * MIB)
     async with network(tmp_path, 2) as net:
         ready = net.write(FIRST, content)
@@ -120,7 +120,7 @@ async def test_workers_of_a_host_map_the_files_of_its_relay_once_it_has_them(tmp
         assert host.sent < 1000  # the manifest
 
 
-async def test_what_is_read_stays_and_what_nobody_reads_goes(tmp_path: Path) -> None:
+async def test_leased_versions_are_kept_and_unread_ones_deleted(tmp_path: Path) -> None:
     async with network(tmp_path, 1) as net:
         copies = net.hosts[0].relay.copies
         assert copies is not None
@@ -137,7 +137,7 @@ async def test_what_is_read_stays_and_what_nobody_reads_goes(tmp_path: Path) -> 
         assert [version.number for version in copies.whole()] == [3, 4]
 
 
-async def test_copies_are_of_one_run(tmp_path: Path) -> None:
+async def test_copies_belong_to_one_run(tmp_path: Path) -> None:
     for run, number in (("one", 9), ("two", 1)):
         version, content = PolicyVersion(1, number), os.urandom(1000)
         async with network(tmp_path, 1) as net:
@@ -226,7 +226,7 @@ async def test_a_worker_that_cannot_map_the_files_of_its_relay_reads_what_arrive
         shutil.rmtree(cache)
 
 
-async def test_nobody_reads_of_what_nobody_brings(tmp_path: Path) -> None:
+async def test_readers_of_an_abandoned_version_are_notified(tmp_path: Path) -> None:
     async with network(tmp_path, 1) as net, ClientSession() as session:
         raw = (net.root / "store").joinpath("1-1", MANIFEST)
         net.write(FIRST, os.urandom(2 * MIB))

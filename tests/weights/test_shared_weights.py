@@ -109,7 +109,7 @@ def fetcher(tmp_path: Path, timeout_s: float = 5.0) -> WeightsFetcher:
     return WeightsFetcher(tmp_path / "host", timeout_s=timeout_s)
 
 
-async def test_nothing_is_fetched_that_is_here(published: Published, tmp_path: Path) -> None:
+async def test_local_files_are_linked(published: Published, tmp_path: Path) -> None:
     published.directory = ""
     for number in (0, 1):  # also where a delta leads to it
         ready = published.step(number)
@@ -126,7 +126,7 @@ async def test_nothing_is_fetched_that_is_here(published: Published, tmp_path: P
     assert len(published.asked) == 4
 
 
-async def test_of_an_arm_nothing_is_fetched_that_is_here(published: Published, tmp_path: Path) -> None:
+async def test_local_files_of_an_arm_are_linked(published: Published, tmp_path: Path) -> None:
     published.directory = ""
     ready = published.step_of_arm("rloo", 0)
     directory = await fetcher(tmp_path).fetch(ready)
@@ -336,7 +336,7 @@ async def test_a_worker_that_stands_still_is_not_waited_for(published: Published
         )
 
 
-async def test_what_is_used_is_not_deleted(published: Published, tmp_path: Path) -> None:
+async def test_versions_in_use_are_not_deleted(published: Published, tmp_path: Path) -> None:
     slow, quick = fetcher(tmp_path), fetcher(tmp_path)
     versions = [published.step(number) for number in range(3)]
     await slow.fetch(versions[0])

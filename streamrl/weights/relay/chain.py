@@ -1,17 +1,17 @@
-"""Who fetches weights from whom: a chain of the living relays, worked out by each of them alone. Pure.
+"""Decides which relay fetches weights from which: the living relays form a chain that each works out alone. Pure.
 
-    store ── a1 ── a2 ── a3 │ b1 ── b2 │ c1        one relay a host, sites a, b and c
+    store ── a1 ── a2 ── a3 │ b1 ── b2 │ c1        one relay per host, sites a, b and c
 
-Each fetches from the one before it, chunk by chunk and before that one has the whole, so that the last has a version a
-moment after the first, and every link carries it once. The sites follow one another: a slow link between two of
-them is crossed once; hosts around the store fetch there, wherever their site comes. This is Laminar's chain-pipelined
-broadcast (arXiv 2510.12633, section 4 and appendix D), pulled instead of pushed.
+Each relay fetches from the one before it, chunk by chunk, while that one is still receiving. So the last relay has a
+version a moment after the first, and every link carries it once. The chain goes site by site, so that it crosses a slow
+link between two sites once. Hosts of the store's own site fetch near the store, wherever their site is in the chain.
+This is Laminar's chain-pipelined broadcast (arXiv 2510.12633, section 4 and appendix D), pulled instead of pushed.
 
 Invariants:
-- nobody_waits_for_itself: who does not hold a version whole fetches from those before it in an order that each relay's
-  own name and site decide, or from who holds it whole; so whatever two relays believe of the others, they never wait
-  for each other;
-- every_relay_has_an_upstream: as long as one that holds the version, or a store, is there and not given up.
+- relays_never_wait_for_each_other: a relay fetches only from relays before it, in an order given by each relay's own
+  name and site, or from relays that hold the whole version. So two relays never wait for each other, whatever each
+  believes about the others;
+- every_relay_has_an_upstream: as long as a store, or a relay that holds the version, is alive and not given up.
 """
 
 from collections.abc import Collection, Iterable
@@ -25,8 +25,10 @@ from streamrl.schemas.reports import RelayBeat
 
 @dataclass(frozen=True)
 class RelayMember:
-    """A relay as the others know it; ``held``: the versions of the run's own series that it has whole;
-    ``of_series``: those of others. A store is taken to have every one.
+    """A relay as the others know it.
+
+    ``held``: the whole versions that it has of the run's own series; ``of_series``: those of other series. A store
+    counts as having every version.
     """
 
     relay_id: str
@@ -38,12 +40,12 @@ class RelayMember:
     of_series: frozenset[tuple[str, PolicyVersion]] = frozenset()
 
     def holds(self, version: PolicyVersion, series: str = "") -> bool:
-        """Whether it waits for nobody to serve that version of a series."""
+        """Whether the relay has the whole version of a series, so that it waits for no other relay to serve it."""
         return self.has_store or ((series, version) in self.of_series if series else version in self.held)
 
 
 def chain_of(members: Iterable[RelayMember]) -> list[RelayMember]:
-    """The stores, then site after site, by name."""
+    """The relays in the chain's order: stores first, then site by site, each sorted by name."""
     return sorted(members, key=lambda member: (not member.has_store, member.site, member.relay_id))
 
 
@@ -54,10 +56,10 @@ def upstreams(
     given_up: Collection[str] = (),
     series: str = "",
 ) -> list[RelayMember]:
-    """From whom that relay may fetch a version, the best first: near before far, in the chain before beside it.
+    """The relays from which a relay may fetch a version, the best first: near sites first, then earlier in the chain.
 
-    A relay that comes late takes what a neighbour holds, rather than have a slow link carry it once more. ``series``:
-    the one that it is of.
+    A late relay fetches from a later neighbour that holds the version, to spare a slow link a second transfer.
+    ``series``: the version's series.
     """
     chain = [member for member in chain_of(members) if member.relay_id == relay_id or member.relay_id not in given_up]
     place = next(number for number, member in enumerate(chain) if member.relay_id == relay_id)
@@ -70,10 +72,10 @@ def upstreams(
 
 
 class RelayMembership(LastBeats[RelayBeat]):
-    """Relays by id; see ``schemas/liveness.py``."""
+    """The last heartbeat of each relay, by id; see ``schemas/liveness.py``."""
 
     def living(self, now: float) -> list[RelayMember]:
-        """Those that are there, as a chain."""
+        """The living relays, in the chain's order."""
         return chain_of(
             member_of(beat)
             for name, beat in self
@@ -82,7 +84,7 @@ class RelayMembership(LastBeats[RelayBeat]):
 
 
 def member_of(beat: RelayBeat) -> RelayMember:
-    """What a beat says."""
+    """The relay that a heartbeat describes."""
     return RelayMember(
         beat.relay_id,
         beat.address,

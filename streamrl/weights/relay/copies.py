@@ -1,17 +1,19 @@
-"""The versions that a relay holds of another's store, whole or arriving; what has arrived is read at once.
+"""A relay's copies of versions from another relay, whole or arriving. Checked bytes can be read while the rest arrives.
 
     {root}/1-7/manifest.json, model.safetensors …       whole
-    {root}/.incoming-1-8-{sha256}/…                     arriving, or left by a process that died: goes on from there
-    {root}/arms/{name}/…                                the same of another series
+    {root}/.incoming-1-8-{sha256}/…                     arriving, or interrupted by a crash: the next fetch continues it
+    {root}/arms/{name}/…                                the same for another series
     {root}/.run                                         the id of the run whose weights these are
 
 Invariants:
-- only_checked_chunks_are_passed_on: bytes are readable once the check of their chunk was right;
-- nobody_reads_of_what_nobody_brings: who reads of a version that is given up is told, and asks elsewhere;
-- copies_are_of_one_run: what another run of this name left is deleted before anything of this one arrives;
-- a_copy_is_whole_or_incoming: it gets its name, by a rename, after the sha256 of every file was right;
-- what_is_read_stays: a version is not deleted while somebody reads it, nor for the lease after, also when its
-  series is wanted no more; but another run's is, of which who has begun to read a file reads on.
+- only_verified_chunks_are_forwarded: the bytes of a chunk are readable only after its check passed;
+- readers_of_an_abandoned_version_are_notified: when a transfer is abandoned, each reader gets an error and asks another
+  relay;
+- copies_belong_to_one_run: copies of another run with this name are deleted before versions of this run arrive;
+- a_copy_is_whole_or_incoming: a version gets its name, by a rename, after the sha256 of every file was right;
+- leased_versions_are_kept: a version is deleted only after its last reader has finished and its lease has expired, even
+  if its series is no longer wanted. Versions of another run are the exception: they are deleted at once, and open
+  files stay readable.
 """
 
 import asyncio
@@ -44,12 +46,12 @@ from streamrl.schemas.weights import (
 )
 
 GONE = ".gone-"
-"""Of a series, or of what another run left, on its way out; its name may come back meanwhile."""
+"""Prefix of a directory that is being deleted: a series, or another run's copies. Its old name is free for reuse."""
 
 
 @dataclass
 class ArrivingFile:
-    """A file of which ``have`` bytes are there and checked; the others come. ``is_given_up``: they do not any more."""
+    """A file of which ``have`` bytes are here and checked. ``is_given_up``: the rest will not arrive."""
 
     file: WeightFile
     path: Path
@@ -57,27 +59,27 @@ class ArrivingFile:
     is_whole: bool = False
     is_given_up: bool = False
     _written: int = 0
-    _beginnings: int = 0
+    _restarts: int = 0
     _digest: "hashlib._Hash" = field(default_factory=hashlib.sha256)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
     def there(cls, path: Path) -> "ArrivingFile":
-        """A file that was always there, unchecked: of the trainer's own store."""
+        """A complete file of the trainer's own store, which is not checked."""
         size = path.stat().st_size
         return cls(WeightFile.model_construct(name=path.name, size=size, sha256=""), path, size, is_whole=True)
 
     @property
     def chunk_bytes(self) -> int:
-        """What is checked, and passed on, at once."""
+        """Size of a chunk, which is checked and passed on as a whole."""
         return self.file.chunk_bytes or chunk_bytes_of(self.file.size)
 
     def next_chunk(self) -> int:
-        """Length of the chunk that is to be written next; 0: none is."""
+        """Length in bytes of the next chunk to write; 0 after the last one."""
         return min(self.chunk_bytes, self.file.size - self._written)
 
     def resume(self) -> None:
-        """Go on from what an earlier process left; what is damaged of it is cut off. Blocks while it reads."""
+        """Keep the good chunks that an earlier process left, and cut off the rest. Blocks while it reads."""
         self.path.touch()
         with self.path.open("r+b") as file:
             while (length := self.next_chunk()) and len(chunk := file.read(length)) == length:
@@ -89,15 +91,15 @@ class ArrivingFile:
         self.have = self._written
 
     def append(self, chunk: memoryview, where: str) -> int:
-        """Check a chunk and write it behind the others; how many bytes there are now. Blocks while it does.
+        """Check a chunk and append it to the file; returns the bytes written so far. Blocks.
 
         Raises:
-            ChecksumMismatch: it is damaged; nothing was written.
+            ChecksumMismatch: the chunk is damaged; nothing was written.
         """
         if self.file.is_damaged(self._written, chunk):
             raise ChecksumMismatch(
                 f"expected bytes {self._written} to {self._written + len(chunk)} of {self.file.name} at {where} with "
-                "the check that their manifest names, got others; asking another relay"
+                "the checksum from their manifest, got other bytes; asking another relay"
             )
         with self.path.open("r+b") as file:
             file.seek(self._written)
@@ -107,58 +109,58 @@ class ArrivingFile:
         return self._written
 
     def arrived(self, have: int) -> None:
-        """So many bytes may be read."""
+        """Let readers have the first ``have`` bytes."""
         self.have = have
-        self._tell()
+        self._wake_readers()
 
     def give_up(self) -> None:
-        """Nobody brings the rest: who awaits it is told."""
+        """Notify readers that the rest will not arrive."""
         self.is_given_up = True
-        self._tell()
+        self._wake_readers()
 
     def finish(self, where: str) -> None:
-        """All bytes are there.
+        """Check the whole file, after all its bytes were written.
 
         Raises:
-            ChecksumMismatch: they are not the file's; it begins anew.
+            ChecksumMismatch: the file has another sha256; it starts again from its first byte.
         """
         if (found := self._digest.hexdigest()) != self.file.sha256:
             self._digest, self.have, self._written = hashlib.sha256(), 0, 0
-            self._beginnings += 1
-            self._tell()
+            self._restarts += 1
+            self._wake_readers()
             raise ChecksumMismatch(f"expected sha256 {self.file.sha256} of {self.file.name} at {where}, got {found}")
         self.made()
 
     def made(self) -> None:
-        """The file is there, whole and checked."""
+        """Mark the file as whole and checked."""
         self.have = self._written = self.file.size
         self.is_whole = True
-        self._tell()
+        self._wake_readers()
 
     async def beyond(self, position: int) -> int:
-        """How many bytes are there, once there are more than these or the file is whole.
+        """Wait until more than ``position`` bytes are here or the file is whole; returns how many are here.
 
         Raises:
-            ChecksumMismatch: it began anew meanwhile.
-            ConnectionResetError: nobody brings them.
+            ChecksumMismatch: the file was damaged and started again.
+            ConnectionResetError: the rest will not arrive.
         """
-        began = self._beginnings
+        restarts = self._restarts
         while self.have <= position and not self.is_whole:
             if self.is_given_up:
-                raise ConnectionResetError(f"the rest of {self.file.name} does not come this way")
+                raise ConnectionResetError(f"the rest of {self.file.name} will not arrive at this relay")
             await self._changed.wait()
-            if self._beginnings != began:
-                raise ChecksumMismatch(f"expected {self.file.name} to arrive, got it damaged; it begins anew")
+            if self._restarts != restarts:
+                raise ChecksumMismatch(f"expected {self.file.name} to arrive intact, got damage; it starts again")
         return self.have
 
-    def _tell(self) -> None:
+    def _wake_readers(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
 
 @dataclass
 class VersionCopy:
-    """A version of which the manifest is here. ``files``: what is here of it, or comes; ``ended``: no more comes."""
+    """A version whose manifest is here. ``files``: its files, whole or arriving. ``ended``: set when no more arrive."""
 
     version: PolicyVersion
     manifest: WeightManifest
@@ -171,27 +173,27 @@ class VersionCopy:
 
     @classmethod
     def at(cls, directory: Path, manifest: WeightManifest, raw: bytes, *, with_delta: bool) -> "VersionCopy":
-        """With nothing of its files yet."""
+        """A copy that has no bytes of its files yet."""
         described = [*manifest.files, *([manifest.delta.file] if with_delta and manifest.delta is not None else [])]
         files = {file.name: ArrivingFile(file, directory / file.name) for file in described}
         return cls(manifest.version, manifest, raw, directory, files)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has its name, and lacks nothing that makes it up."""
+        """Whether the version has its final name, and hence all of its files."""
         return not self.directory.name.startswith(INCOMING)
 
     def is_as_announced(self, manifest_sha256: str) -> bool:
-        """Whether this is the version of that manifest, whole, and not only of its number."""
+        """Whether this is the whole version with that manifest, not just one with the same number."""
         return self.is_whole and hashlib.sha256(self.raw).hexdigest() == manifest_sha256
 
     @property
     def have(self) -> int:
-        """Bytes that are here of its files."""
+        """Bytes of its files that are here."""
         return sum(file.have for file in self.files.values())
 
     def move_to(self, directory: Path) -> None:
-        """Rename its directory; who reads of it goes on."""
+        """Rename its directory; readers of open files are not affected."""
         self.directory.rename(directory)
         self.directory = directory
         for arriving in self.files.values():
@@ -200,10 +202,10 @@ class VersionCopy:
 
 @dataclass
 class RelayCopies:
-    """The versions under ``root``: the newest ``keep`` whole ones, what is leased, and what arrives.
+    """The versions under ``root``: the newest ``keep`` whole ones, leased ones, and those that arrive.
 
-    ``series``: the same of other series, by name, that are wanted, or were and are read still. ``wanted_series``: those
-    that are wanted now; None: nobody has said.
+    ``series``: the copies of other series by name, which are wanted or still read. ``wanted_series``: the names of the
+    series that are wanted now; None: not known yet.
     """
 
     root: Path
@@ -217,7 +219,7 @@ class RelayCopies:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def load(self) -> None:
-        """Find what an earlier process left whole. What it left of others is found when they arrive again."""
+        """Find the whole versions that an earlier process left. A later ``begin`` finds its interrupted ones."""
         self.root.mkdir(parents=True, exist_ok=True)
         found = {}
         for version in complete_versions(self.root):
@@ -238,9 +240,10 @@ class RelayCopies:
         self.versions |= found
 
     def belong_to(self, run_id: str) -> bool:
-        """Whether there were copies of another run, or of nobody knows which: then none is left.
+        """Set the run that the copies belong to, and delete those of another or an unknown run.
 
-        Another run of this name counts its versions anew: what is left would pass for newer ones.
+        Returns whether there were any. Another run of this name numbers its versions from the start, so that leftovers
+        would pass for newer ones.
         """
         if run_id == self._run_id:
             return False
@@ -254,7 +257,7 @@ class RelayCopies:
                 _put_aside(left, self.root)
             is_other = noted is not None or bool(others)
             note_run(self.root, run_id)
-        self._run_id = run_id  # last: what a full disk stopped is done again
+        self._run_id = run_id  # last: a call that failed on a full disk is repeated
         return is_other
 
     def whole(self) -> list[PolicyVersion]:
@@ -262,31 +265,31 @@ class RelayCopies:
         return sorted(version for version, copy in self.versions.items() if copy.is_whole)
 
     def begin(self, manifest: WeightManifest, raw: bytes) -> VersionCopy:
-        """A version whose manifest was checked arrives: whole, or as a delta to one that is here."""
+        """Start the copy of a version whose manifest was checked. If its base is here, the copy includes the delta."""
         digest = hashlib.sha256(raw).hexdigest()
         directory = self.root / f"{INCOMING}{manifest.version}-{digest[:16]}"
         directory.mkdir(parents=True, exist_ok=True)
         copy = self.versions[manifest.version] = VersionCopy.at(
             directory, manifest, raw, with_delta=self.base_of(manifest) is not None
         )
-        self._tell()
+        self._wake_waiters()
         return copy
 
-    def _tell(self) -> None:
+    def _wake_waiters(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def begin_series(self, series: str) -> "RelayCopies":
-        """Those of a series, with what an earlier process left of them."""
+        """The copies of a series, including those that an earlier process left."""
         if (found := self.series.get(series)) is None:
             found = RelayCopies(self.root / SERIES / series, self.keep, self.lease_s, self.clock)
             await in_thread(found.load)
             self.series[series] = found
-            self._tell()
+            self._wake_waiters()
         return found
 
     async def find_series(self, series: str, patience_s: float) -> "RelayCopies | None":
-        """Those of a series, within that time: it may be wanted since just now."""
+        """The copies of a series; waits up to ``patience_s`` for them, since the series may be new."""
         try:
             async with asyncio.timeout(patience_s):
                 while series not in self.series:
@@ -296,7 +299,7 @@ class RelayCopies:
         return self.series[series]
 
     def base_of(self, manifest: WeightManifest) -> Path | None:
-        """The file here that its delta is applied to, if there are both."""
+        """The file to which a version's delta applies; None if there is no delta, or its base is not here."""
         if manifest.delta is None or (base := self.versions.get(manifest.delta.base)) is None or not base.is_whole:
             return None
         if hashlib.sha256(base.raw).hexdigest() != manifest.delta.base_manifest_sha256:
@@ -304,15 +307,15 @@ class RelayCopies:
         return base.directory / manifest.delta.target
 
     def finish(self, copy: VersionCopy) -> None:
-        """All files of a version are there."""
+        """Give a version its final name, after all its files arrived."""
         (copy.directory / MANIFEST).write_bytes(copy.raw)
         target = self.root / str(copy.version)
-        shutil.rmtree(target, ignore_errors=True)  # of that number, and not what was announced
+        shutil.rmtree(target, ignore_errors=True)  # a version with that number that was not the announced one
         copy.move_to(target)
         copy.ended.set()
 
     def abandon(self, copy: VersionCopy) -> None:
-        """Nobody brings the rest of it; what is there stays until newer versions are whole."""
+        """Give up an arriving version, and notify its readers. Its bytes stay until newer versions are whole."""
         if self.versions.get(copy.version) is copy and not copy.is_whole:
             del self.versions[copy.version]
         for arriving in copy.files.values():
@@ -320,7 +323,7 @@ class RelayCopies:
         copy.ended.set()
 
     async def find(self, version: PolicyVersion, patience_s: float) -> VersionCopy | None:
-        """A version, within that time if it is newer than all that are known: it may have been announced just now."""
+        """A version. If it is newer than all known ones, waits up to ``patience_s``: it may be announced only now."""
         try:
             async with asyncio.timeout(patience_s):
                 while version not in self.versions:
@@ -332,12 +335,12 @@ class RelayCopies:
         return self.versions[version]
 
     def is_gone(self, version: PolicyVersion) -> bool:
-        """Whether it is not there, and newer ones are."""
+        """Whether a version is missing while newer ones are here."""
         return version not in self.versions and any(version < other for other in self.versions)
 
     @contextmanager
     def lease(self, copy: VersionCopy) -> Iterator[None]:
-        """Somebody reads of a version."""
+        """A block that reads a version. It is not deleted during the block, nor for ``lease_s`` after it."""
         copy.readers += 1
         try:
             yield
@@ -346,19 +349,19 @@ class RelayCopies:
             copy.read_at = self.clock()
 
     async def tidy(self) -> None:
-        """Delete whole versions that are neither new nor leased, and what is left of interrupted ones."""
-        whole, gone = self.whole(), list[Path]()
+        """Delete whole versions that are neither new nor leased, and leftovers of interrupted ones."""
+        whole, unwanted = self.whole(), list[Path]()
         for version in whole[: -self.keep]:
             if self._is_free(self.versions[version]):
-                gone.append(self.versions.pop(version).directory)
+                unwanted.append(self.versions.pop(version).directory)
         used = {copy.directory for copy in self.versions.values()}
         for left in self.root.glob(f"{INCOMING}*") if whole else ():
-            of = version_in(left.name)
-            if left not in used and of is not None and of <= whole[-1]:
-                gone.append(left)
-        gone += [*self._series_that_are_over(), *self.root.glob(f"{GONE}*")]
-        # In a thread: gigabytes take long.
-        for directory in gone:
+            interrupted = version_in(left.name)
+            if left not in used and interrupted is not None and interrupted <= whole[-1]:
+                unwanted.append(left)
+        unwanted += [*self._drop_unwanted_series(), *self.root.glob(f"{GONE}*")]
+        # In a thread: deleting gigabytes takes long.
+        for directory in unwanted:
             await in_thread(partial(shutil.rmtree, directory, ignore_errors=True))
         for of_series in list(self.series.values()):
             await of_series.tidy()
@@ -366,22 +369,22 @@ class RelayCopies:
     def _is_free(self, copy: VersionCopy) -> bool:
         return not copy.readers and self.clock() - copy.read_at >= self.lease_s
 
-    def _series_that_are_over(self) -> list[Path]:
-        """Directories of series that nobody wants now, and of which nothing is read or arrives: to be deleted."""
+    def _drop_unwanted_series(self) -> list[Path]:
+        """Drop the series that are not wanted, unless a version is read or arrives; returns directories to delete."""
         if self.wanted_series is None:
             return []
-        gone = []
+        unwanted = []
         for directory in list((self.root / SERIES).glob("*")):
             series, held = directory.name, self.series.get(directory.name)
             if series.startswith(GONE):
-                gone.append(directory)
+                unwanted.append(directory)
             elif series not in self.wanted_series and (
                 held is None or all(copy.is_whole and self._is_free(copy) for copy in held.versions.values())
             ):
                 self.series.pop(series, None)
                 # The series may be wanted again before all of it is deleted.
-                gone.append(_put_aside(directory, directory.parent))
-        return gone
+                unwanted.append(_put_aside(directory, directory.parent))
+        return unwanted
 
 
 def _put_aside(directory: Path, within: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Has a relay hold what is announced of one policy: the newest version, to its end before a newer one begins."""
+"""Keeps a relay's copies of one policy up to date. It finishes each fetch before it starts one of a newer version."""
 
 import asyncio
 import time
@@ -16,12 +16,12 @@ from streamrl.weights.relay.transfer import ChainTransfer, Route
 log = structlog.get_logger()
 
 PAUSE_S = 1.0
-"""Between attempts while nobody has a version, or the disk is full."""
+"""Seconds between attempts while no relay has a version, or the disk is full."""
 
 
 @dataclass
 class CopyFollower:
-    """``hear`` it announcements. ``on_whole``: told when a version is here whole."""
+    """Fetches the announced versions that ``hear`` gets. ``on_whole`` is called when a whole version is here."""
 
     copies: RelayCopies
     route: Route
@@ -36,22 +36,21 @@ class CopyFollower:
         self.transfer = ChainTransfer(self.copies, self.route, self.timeout_s, self._is_overtaken)
 
     def hear(self, ready: AnnouncedWeights) -> None:
-        """Take an announcement into account; the same version again names other relays."""
+        """Take an announcement into account. A repeated one may name other relays."""
         if self._wanted is None or ready.version >= self._wanted.version:
             self._wanted = ready
             self._announced.set()
 
     def forget(self) -> None:
-        """What was announced was another run's."""
+        """Forget the announcement: it was another run's."""
         self._wanted = None
 
     async def fetch_loop(self) -> None:
-        """One version at a time, to its end, and then the newest: over a slow link none would ever be whole if each
-        newer one began in its place.
+        """Fetch one version to its end, then the newest. If newer ones interrupted it, a slow link would finish none.
 
         Consumes: announcements heard. Produces: copies.
         Waits for: an announcement; an upstream that has it.
-        On failure: asks again after a pause. On stop: is cancelled; a half of a version stays and is gone on with.
+        On failure: asks again after a pause. On stop: is cancelled; the next start continues a half-fetched version.
         """
         while True:
             await self._announced.wait()
@@ -59,7 +58,7 @@ class CopyFollower:
             ready = self._wanted
             if ready is None or self._holds(ready):
                 continue
-            began, named = self.clock(), named_version(ready.series or None, ready.version)
+            started_at, named = self.clock(), named_version(ready.series or None, ready.version)
             try:
                 await self.transfer.fetch(ready)
             except (WeightsError, OSError) as error:
@@ -67,17 +66,17 @@ class CopyFollower:
                 self._announced.set()
                 await asyncio.sleep(PAUSE_S)
             else:
-                log.info("weights at hand", version=named, seconds=round(self.clock() - began, 3))
+                log.info("weights at hand", version=named, seconds=round(self.clock() - started_at, 3))
                 self.on_whole()
 
     def _holds(self, ready: AnnouncedWeights) -> bool:
-        """Whether nothing is to be fetched: it is there, or what is there is newer."""
+        """Whether there is nothing to fetch: the announced version, or a newer one, is here."""
         newest: PolicyVersion | None = max(self.copies.whole(), default=None)
         if newest is None or newest < ready.version:
             return False
         return newest > ready.version or self.copies.versions[newest].is_as_announced(ready.manifest_sha256)
 
     def _is_overtaken(self, ready: AnnouncedWeights) -> bool:
-        """Whether another one is wanted now: a newer one, or another run's, whose numbers begin anew."""
+        """Whether another version is wanted now: a newer one, or another run's, whose numbers start again."""
         wanted = self._wanted
         return wanted is None or (wanted.version, wanted.manifest_sha256) != (ready.version, ready.manifest_sha256)

@@ -1,10 +1,10 @@
-"""The relay: weight versions over HTTP with Range, from the trainer's store or from copies. No trainer waits for it.
+"""The relay: serves weight versions over HTTP with Range, from the trainer's store or from copies.
 
-Who is of the same host is told where a version lies, so that its workers map the files that the relay has: no byte is
-copied.
+No trainer waits for a relay. A worker on the relay's host gets the path of a version, and maps the relay's own files:
+no byte is copied.
 
-Invariant only_complete_versions_are_served: a version of the store is visible once its manifest is, which is written
-last; of one that is arriving, the bytes that are there and checked.
+Invariant only_complete_versions_are_served: a version of the store is visible once its manifest is there, which is
+written last. Of an arriving version, readers get only bytes that were checked.
 """
 
 import asyncio
@@ -34,30 +34,29 @@ from streamrl.weights.store import WeightStore
 log = structlog.get_logger()
 
 PIECE_BYTES = 1 << 18
-"""Sent at once where the pace is bounded."""
+"""Bytes sent at once if the pace is limited."""
 SIGN_OF_LIFE_S = 1.0
-"""How often who waits for a version to be whole here is told that more of it came."""
+"""Seconds between two signs of progress to a client that waits for a whole version."""
 KNOWN_WITHIN = 0.5
-"""Of the silence that others bear: how long a version that was announced just now may be unknown here."""
+"""Share of clients' time-out for which a request waits for a version that is still unknown here."""
 
 
 class RelayLoops(Protocol):
-    """What a relay does on the bus beside serving: says that it is there, and fetches what is announced."""
+    """What a relay does on the bus besides serving: it sends heartbeats and fetches announced versions."""
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until stopped, whatever becomes of the broker."""
+        """Work until stopped, whether the broker answers or not."""
         ...
 
 
 @dataclass
 class Relay:
-    """``GET /weights``, ``GET /weights/{version}/{file}``, the latter of other series too, and ``GET /health``; in
-    the place of a file, ``DIRECTORY`` for those of the same host.
+    """Serves ``GET /weights``, ``GET /weights/{version}/{file}`` (also for other series) and ``GET /health``.
 
-    ``store_of_series``: where the versions of a series lie, by its name; None: with the copies, or nobody asks.
-    ``on_response`` is called when an answer begins, with its status and the bytes of weights that it is to carry.
-    ``copies``: of another's store, served in the place of ``store``; None: this is the trainer's own. ``loops``: none
-    without a bus.
+    Clients on the same host may ask for ``DIRECTORY`` in place of a file. ``store_of_series``: gives the store of a
+    series by name; None if the relay serves copies, or the run has one series. ``on_response`` is called when an answer
+    starts, with its status and the number of bytes of weights in it. ``copies``: copies of another relay's versions,
+    served instead of ``store``; None: the relay serves the trainer's own store. ``loops``: None without a bus.
     """
 
     store: WeightStore
@@ -77,8 +76,8 @@ class Relay:
 
         Consumes: HTTP requests. Produces: files of the store, or of its copies.
         Waits for: requests.
-        On failure: an unknown file is a 404, of a version deleted meanwhile a 410; a taken port raises ``UserError``.
-        On stop: closes its connections within two seconds, and lets go of versions that were kept for readers.
+        On failure: an unknown file is a 404, a file of a deleted version a 410; a taken port raises ``UserError``.
+        On stop: closes its connections within two seconds, and releases versions that were kept for readers.
         """
         (self.copies.root if self.copies is not None else self.store.root).mkdir(parents=True, exist_ok=True)
         app = self.application()
@@ -91,20 +90,20 @@ class Relay:
                 raise _taken(self.settings, error) from error
             log.info("relay ready", address=runner.addresses, store=self.store.root.name)
             async with asyncio.TaskGroup() as tasks:
-                beside = [tasks.create_task(self._tidy_loop())]
+                tidying = tasks.create_task(self._tidy_loop())
                 if self.loops is not None:
-                    beside.append(tasks.create_task(self.loops.run(stop)))
+                    tasks.create_task(self.loops.run(stop))
                 await stop.wait()
-                beside[0].cancel()
+                tidying.cancel()
         finally:
             await requests.end(runner)
-        # Not after a failure: where the port was taken, another relay may serve the same store.
+        # Not after a failure: if the port was taken, another relay may serve the same store.
         if self.copies is None:
             for store in (self.store, *self._series.values()):
                 await in_thread(store.release)
 
     async def _tidy_loop(self) -> None:
-        """Delete what nobody reads any more, now and then, until cancelled."""
+        """Delete versions that are no longer read, at intervals, until cancelled."""
         while True:
             if self.copies is None:
                 for store in (self.store, *self._series.values()):
@@ -120,10 +119,10 @@ class Relay:
         app.router.add_get("/weights", self._versions)
         app.router.add_get("/weights/{version}/{name}", self._file)
         app.router.add_get(f"/{weights_path('{series}')}/{{version}}/{{name}}", self._file_of_series)
-        app.on_response_prepare.append(self._tell)
+        app.on_response_prepare.append(self._report_response)
         return app
 
-    async def _tell(self, request: web.Request, response: web.StreamResponse) -> None:
+    async def _report_response(self, request: web.Request, response: web.StreamResponse) -> None:
         is_file = "name" in request.match_info and response.status in (200, 206) and request.method == "GET"
         self.on_response(response.status, (response.content_length or 0) if is_file else 0)
 
@@ -153,7 +152,7 @@ class Relay:
             raise _missing(version, name, is_gone=False)
         if (store := self._series.get(series)) is None:
             found = self.store_of_series(series)
-            if not await in_thread(found.root.is_dir):  # whoever asks may have made the name up
+            if not await in_thread(found.root.is_dir):  # a client may ask for any name
                 raise _missing(version, name, is_gone=False)
             store = self._series.setdefault(series, found)
         return await self._stored(request, store, version, name)
@@ -168,7 +167,7 @@ class Relay:
         await in_thread(store.keep, read := PolicyVersion.parse(version))
         try:
             file = await in_thread(ArrivingFile.there, path)
-        except FileNotFoundError:  # deleted since it was found, before it was kept
+        except FileNotFoundError:  # deleted after it was found and before it was kept
             raise _missing(version, name, is_gone=await in_thread(store.is_gone, version)) from None
         return await self._sent(request, file, store.lease(read))
 
@@ -186,7 +185,7 @@ class Relay:
                 return web.Response(body=copy.raw, content_type="application/octet-stream")
         if name == DIRECTORY and _may_share_files(request):
             with lease:
-                return await _told_where(request, copy)
+                return await _answer_directory(request, copy)
         if (arriving := copy.files.get(name)) is None:
             raise _missing(version, name, is_gone=False)
         return await self._sent(request, arriving, lease, is_settled=copy.is_whole)
@@ -199,11 +198,11 @@ class Relay:
         *,
         is_settled: bool = True,
     ) -> web.StreamResponse:
-        """The file, or from a byte on. ``is_settled``: it is whole, and its name stays what it is."""
+        """The file, or its requested range. ``is_settled``: it is whole, and will not be renamed."""
         headers = {"Content-Type": "application/octet-stream"}
         is_paced = self._pace.is_bounded and not _is_of_this_host(request)
         if is_settled and not is_paced:
-            # It answers Range by itself, so that a download that broke off goes on where it was.
+            # It answers Range by itself, so that an interrupted download can continue.
             return LeasedFile(arriving.path, headers, lease)
         size, wanted = arriving.file.size, request.http_range
         start, stop = wanted.start or 0, size if wanted.stop is None else min(wanted.stop, size)
@@ -220,7 +219,7 @@ class Relay:
                 await self._stream(request, arriving, start, stop, is_paced=is_paced)
             await response.write_eof()
         except (ChecksumMismatch, ConnectionError) as error:
-            # The answer has begun: only an end before its length tells the reader, who asks for the rest elsewhere.
+            # The answer has started, so only a premature end can show the failure. The client then asks another relay.
             log.info("answer broken off", file=arriving.file.name, error=str(error))
             if request.transport is not None:
                 request.transport.abort()
@@ -231,29 +230,29 @@ class Relay:
     ) -> None:
         if at < stop:
             await arriving.beyond(at)
-        # Opened once: the name changes when the version is whole, and the file may be deleted while it is read. Not in
-        # a thread: by the time that it began, the name could be another.
+        # Opened once: the path changes when the version is whole, and the file may be deleted while it is read. Not in
+        # a thread: the path could change before the thread opens it.
         with arriving.path.open("rb") as file:
             while at < stop:
                 size = min(await arriving.beyond(at), stop) - at
                 if is_paced:
                     await self._pace.take(size := min(PIECE_BYTES, size))
                 if (transport := request.transport) is None or transport.is_closing():
-                    raise ConnectionResetError("nobody reads any more")
-                # By the kernel, from the file's pages to the socket: in this process the bytes would be copied twice.
+                    raise ConnectionResetError("the client has closed its connection")
+                # The kernel sends from the file's pages to the socket: this process would copy the bytes twice.
                 sent = await asyncio.get_running_loop().sendfile(transport, file, at, size)
                 if not sent:
                     raise ConnectionResetError("the file is shorter than its manifest says")
                 at += sent
 
 
-async def _told_where(request: web.Request, copy: VersionCopy) -> web.StreamResponse:
-    """Where a copy lies, once it is whole; until then, blanks that JSON allows say that more of it came.
+async def _answer_directory(request: web.Request, copy: VersionCopy) -> web.StreamResponse:
+    """Answer with a copy's directory, once it is whole. Until then, blanks, which JSON allows, show progress.
 
-    Under which directory it will lie is told at once: who cannot link files from there need not wait.
+    A header names the parent directory at once: a client that cannot link files from there need not wait.
     """
     response = web.StreamResponse(headers={"Content-Type": "application/json", BELOW: _quoted(copy.directory.parent)})
-    with suppress(ConnectionError):  # he asks elsewhere by now, or not at all
+    with suppress(ConnectionError):  # the client has left
         await response.prepare(request)
         had = copy.have
         while not await happens_within(copy.ended, SIGN_OF_LIFE_S):
@@ -272,7 +271,7 @@ def _quoted(path: Path) -> str:
 
 
 class LeasedFile(web.FileResponse):
-    """A file whose version stays until it was sent."""
+    """A file whose version is leased until the file is sent."""
 
     def __init__(self, path: Path, headers: dict[str, str], lease: AbstractContextManager[None]) -> None:
         super().__init__(path, headers=headers)
@@ -286,7 +285,7 @@ class LeasedFile(web.FileResponse):
 
 @dataclass
 class SendingPace:
-    """Bytes a second, of all connections together; 0: no bound."""
+    """Limits the bytes per second over all connections together; 0: no limit."""
 
     bytes_per_s: int
     clock: Callable[[], float] = time.monotonic
@@ -294,24 +293,24 @@ class SendingPace:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether anybody ever waits."""
+        """Whether there is a limit."""
         return self.bytes_per_s > 0
 
     async def take(self, size: int) -> None:
-        """Wait until so many bytes may be sent."""
+        """Wait until ``size`` bytes may be sent."""
         now = self.clock()
         self._free_at = max(self._free_at, now) + size / self.bytes_per_s
         await asyncio.sleep(max(0.0, self._free_at - now))
 
 
 def _is_of_this_host(request: web.Request) -> bool:
-    """Whether both ends of the connection have one address: what is sent crosses no network."""
+    """Whether both ends of the connection have the same address, so that no network is crossed."""
     name = request.transport.get_extra_info("sockname") if request.transport is not None else None
     return name is not None and request.remote == name[0]
 
 
 def _may_share_files(request: web.Request) -> bool:
-    """Whether who asks is of this host, whatever name of it he used; in a container, he will not find the files."""
+    """Whether the client is on this host, under any of its addresses. In a container it will not find the files."""
     return _is_of_this_host(request) or (request.remote is not None and ip_address(request.remote).is_loopback)
 
 
@@ -322,13 +321,13 @@ def _missing(version: str, name: str, *, is_gone: bool) -> web.HTTPException:
 
 
 def check_port(settings: RelaySettings) -> None:
-    """Refuse a port that is taken, before anything is started that would have to end again.
+    """Refuse a taken port before the run starts other processes.
 
     Raises:
-        UserError: somebody listens there, or the host is not this machine's.
+        UserError: another process listens there, or the host is not this machine's.
     """
     try:
-        # As the relay itself will: a port that its predecessor has just left is free.
+        # The same call as the relay's own: a port that its predecessor has just left counts as free.
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         with socket.create_server((settings.host, settings.port), family=family):
             pass

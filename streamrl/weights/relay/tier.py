@@ -1,7 +1,7 @@
-"""A relay among others: says on the bus that it is there, hears who else is, and fetches what is announced.
+"""A relay among others: sends heartbeats, reads those of other relays, and fetches announced versions.
 
-Nobody leads: each relay works out its upstream from the heartbeats that it hears (``chain.py``). Serving needs no
-broker: while none answers, nothing new is announced, and what is under way goes on.
+There is no leader: each relay works out its upstream from the heartbeats (``chain.py``). Serving needs no broker: while
+the broker is down, no new version is announced, and transfers under way continue.
 """
 
 import asyncio
@@ -34,19 +34,19 @@ from streamrl.weights.store import WeightStore
 log = structlog.get_logger()
 
 PAUSE_S = 1.0
-"""Between attempts at a broker that does not answer, or a disk that is full."""
+"""Seconds between attempts while the broker does not answer or the disk is full."""
 POLL_S = 0.5
 LAST_BEAT_S = 1.0
-TOLD_VERSIONS = 4
-"""Newest whole versions that a beat names: nobody asks for older ones."""
+BEAT_VERSIONS = 4
+"""Number of newest whole versions that a heartbeat names: no relay asks for older ones."""
 
 
 @dataclass
 class RelayTier:
-    """The loops of one relay; ``copies`` None: it serves ``store``, the trainer's own, and fetches nothing.
+    """The loops of one relay. Without ``copies`` it serves ``store``, the trainer's own, and fetches nothing.
 
-    ``me``: as the others will know it. ``wanted``: which series are held beside the run's own. ``own`` and
-    ``followers``: who fetches the versions of the run's own series, and of each other one by its name.
+    ``me``: this relay as the others know it. ``wanted``: which series are held besides the run's own. ``own`` fetches
+    the versions of the run's own series; ``followers``, by name, those of each other series.
     """
 
     bus: Bus
@@ -79,12 +79,12 @@ class RelayTier:
         return CopyFollower(copies, self.route, self.settings.timeout_s, self._changed.set, self.clock)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Be a member until stopped.
+        """Take part in the chain until stopped.
 
         Consumes: control and heartbeats, unless it serves the trainer's store. Produces: heartbeats; copies.
-        Waits for: announcements, upstreams, the interval between two beats.
-        On failure: a broker that does not answer is asked again after a pause, an upstream's place is taken by another.
-        On stop: says that it leaves, within a second; a version that is half fetched is gone on with at the next start.
+        Waits for: announcements, upstreams, the interval between two heartbeats.
+        On failure: asks the broker again after a pause, or another upstream.
+        On stop: announces its leave, within a second; the next start continues a half-fetched version.
         """
         loops = [self._beat_loop]
         if self.copies is not None:
@@ -127,7 +127,7 @@ class RelayTier:
     async def _beat(self, publisher: Publisher, *, leaving: bool = False) -> None:
         held = await in_thread(self.store.versions) if self.copies is None else self.copies.whole()
         others = {} if self.copies is None else self.copies.series
-        of_series = {series: tuple(copies.whole()[-TOLD_VERSIONS:]) for series, copies in others.items()}
+        of_series = {series: tuple(copies.whole()[-BEAT_VERSIONS:]) for series, copies in others.items()}
         beat = RelayBeat(
             relay_id=self.me.relay_id,
             incarnation=self.incarnation,
@@ -135,7 +135,7 @@ class RelayTier:
             host=self.me.host,
             site=self.me.site,
             has_store=self.me.has_store,
-            held=tuple(held[-TOLD_VERSIONS:]),
+            held=tuple(held[-BEAT_VERSIONS:]),
             held_of_arms={series: versions for series, versions in of_series.items() if versions},
             leaving=leaving,
             wire=WIRE_VERSION,
@@ -153,7 +153,7 @@ class RelayTier:
             ends: dict[TopicPartition, int] = await now.positions()
         finally:
             await now.close()
-        # Of control, which is compacted, everything: the weights announced last may be old.
+        # All of control, which is compacted: the newest announcement may be old.
         start = {place: end for place, end in ends.items() if place.topic == beats}
         reading = await self.bus.subscribe([beats, control], client_id=name, start=start)
         try:
@@ -163,14 +163,14 @@ class RelayTier:
                     if (message := message_of(record)) is not None:
                         self.hear(message)
                 at = await reading.positions()
-                # Not before all was read that was there: what holds is what was said last.
-                if all(at[place] >= end for place, end in ends.items()) and self._is_of_another_run():
-                    return  # to hear it all once more: weights that were announced meanwhile are that run's
+                # Only after reading up to the end: the latest run identity counts.
+                if all(at[place] >= end for place, end in ends.items()) and self._drop_other_runs():
+                    return  # to read everything again: some announcements may be the new run's
         finally:
             await reading.close()
 
-    def _is_of_another_run(self) -> bool:
-        """Whether the topics were another run's until now, or the copies were; then none of either is left here."""
+    def _drop_other_runs(self) -> bool:
+        """Forget copies and announcements if they are another run's; returns whether they were."""
         assert self.copies is not None
         if not self._run_id or not self.copies.belong_to(self._run_id):
             return False
@@ -182,7 +182,7 @@ class RelayTier:
         return True
 
     def hear(self, message: Message) -> None:
-        """Take a message of another process into account."""
+        """Take another process's message into account."""
         if self.wanted.observe(message) and self.copies is not None:
             self.copies.wanted_series = self.wanted.names
             self._others_wanted.set()
@@ -199,16 +199,17 @@ class RelayTier:
 
     async def _fetch_loop(self) -> None:
         assert self.own is not None
-        # Whoever has heard nobody yet would take the first version past the chain.
+        # A relay that has not heard the others yet would fetch the first version outside the chain.
         await asyncio.sleep(2 * self.settings.heartbeat_interval_s)
         await self.own.fetch_loop()
 
     async def _series_loop(self) -> None:
-        """Hold the versions of the other series that are wanted now, each as those of the run's own are.
+        """Fetch the versions of the other series that are wanted now, in the same way as the run's own.
 
         Consumes: announcements heard, and which series are wanted. Produces: copies of each series.
-        Waits for: other series to be wanted.
-        On failure: a fetch is tried again; raises to be begun again. On stop: is cancelled, with the fetches.
+        Waits for: a change of the wanted series.
+        On failure: a fetch is tried again; other errors are raised, and the caller starts this loop again.
+        On stop: is cancelled, with the fetches.
         """
         assert self.copies is not None
         await asyncio.sleep(2 * self.settings.heartbeat_interval_s)
@@ -240,12 +241,12 @@ class RelayTier:
             await until_ended(fetching.values())
 
     def route(self, ready: AnnouncedWeights, given_up: frozenset[str]) -> list[str]:
-        """Addresses of the upstreams for a version; until another relay is heard, those that its announcement names."""
+        """Addresses of the upstreams for a version. Until this relay hears another, they are the announcement's."""
         others = [member for member in self.members.living(self.clock()) if member.relay_id != self.me.relay_id]
         if not others:
             return [address for address in ready.relays if address not in given_up and address != self.me.address]
-        gone = {member.relay_id for member in others if member.address in given_up}
-        found = upstreams(self.me.relay_id, [*others, self.me], ready.version, gone, ready.series)
+        excluded = {member.relay_id for member in others if member.address in given_up}
+        found = upstreams(self.me.relay_id, [*others, self.me], ready.version, excluded, ready.series)
         return [member.address for member in found]
 
 
@@ -260,7 +261,7 @@ def open_tier(
 ) -> RelayTier:
     """The loops of the relay that the settings describe."""
     host, named = socket.gethostname(), settings.host
-    with contextlib.suppress(ValueError):  # a name, which others may know
+    with contextlib.suppress(ValueError):  # settings.host is a name
         named = host if ip_address(settings.host).is_unspecified else settings.host
     address = settings.address or f"http://{f'[{named}]' if ':' in named else named}:{settings.port}"
     me = RelayMember(f"{host}:{settings.port}", address, host, settings.site, has_store=copies is None)

@@ -1,8 +1,8 @@
-"""Brings a version from the relays before this one, chunk by chunk; the next relay reads it while it arrives.
+"""Fetches a version from the relays before this one, chunk by chunk; the next relay reads it while it arrives.
 
 Invariants:
-- nothing_is_fetched_twice: what one upstream delivered before it broke off is kept, another is asked for the rest;
-- damage_is_found_at_once: a chunk is checked before it is written, a file and a version before they are whole.
+- nothing_is_fetched_twice: bytes that an upstream delivered before it failed are kept, and another sends the rest;
+- damage_is_found_at_once: each chunk is checked before it is written, each file and version before it counts as whole.
 """
 
 import asyncio
@@ -29,23 +29,23 @@ from streamrl.weights.relay.copies import ArrivingFile, RelayCopies, VersionCopy
 log = structlog.get_logger()
 
 CONNECT_TIMEOUT_S = 2.0
-"""Hosts of one network answer in milliseconds; one that is gone is passed over the sooner."""
+"""Short, since hosts of one network answer in milliseconds: the sooner is a dead one passed over."""
 PROBE_S = 1.0
 SILENCES = 3
-"""In a row, of an upstream that answers and sends nothing, before another is asked: it may be waiting itself."""
+"""Time-outs in a row, of a healthy upstream that sends nothing, before another is asked: it may be waiting too."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-"""Doubled from the first to the longest, after all upstreams were tried."""
+"""Seconds to wait after all upstreams were tried, doubled each time from the first to the longest."""
 
 Route = Callable[[AnnouncedWeights, frozenset[str]], list[str]]
-"""Addresses of the upstreams for an announced version, the best first, without those given up."""
+"""Gives the addresses of the upstreams for an announced version, the best first, without the ones given up."""
 
 
 @dataclass
 class ChainTransfer:
     """Fetches versions of one policy into ``copies``.
 
-    ``route`` is asked at each attempt: who is there changes meanwhile. ``is_overtaken``: whether it is not this version
-    that is wanted now; then nobody is asked a second time. ``received_bytes``: of weights, whatever came of them.
+    ``route`` is asked at each attempt, since relays come and go. ``is_overtaken``: whether another version is wanted
+    now; then no upstream is asked a second time. ``received_bytes``: all bytes of weights received, good or not.
     """
 
     copies: RelayCopies
@@ -55,21 +55,21 @@ class ChainTransfer:
     received_bytes: int = 0
 
     async def fetch(self, ready: AnnouncedWeights) -> None:
-        """Make a version whole here; those behind this relay read it meanwhile.
+        """Fetch a whole version; relays after this one read it while it arrives.
 
         Raises:
-            WeightsError: nobody has it any more, and another is wanted.
-            OSError: the disk is full, or cannot be written.
+            WeightsError: no relay has it any more, and another version is wanted.
+            OSError: the disk is full or cannot be written.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=self.timeout_s)
-        # One more thread takes bytes from the socket to the file: those of the event loop serve this relay's readers.
-        # To leave the block does not block: a cancelled call is waited for before.
+        # A thread of its own moves bytes from socket to file: the event loop's threads serve this relay's readers.
+        # Leaving the block does not block, since a cancelled call was waited for before.
         with ThreadPoolExecutor(1, "weights") as thread:
             async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
-                await self._bring(_Pull(self, session, ready, thread))
+                await self._pull(_Pull(self, session, ready, thread))
         await self.copies.tidy()
 
-    async def _bring(self, pull: "_Pull") -> None:
+    async def _pull(self, pull: "_Pull") -> None:
         raw, manifest = await pull.manifest()
         copy = self.copies.begin(manifest, raw)
         try:
@@ -82,7 +82,7 @@ class ChainTransfer:
             raise
 
     async def _patch(self, pull: "_Pull", copy: VersionCopy) -> None:
-        """Make the file that the delta leads to, if its base is here. Whatever is wrong, the whole file is right."""
+        """Make the weights file from the delta, if its base is here. After any failure the whole file is fetched."""
         delta, base = copy.manifest.delta, self.copies.base_of(copy.manifest)
         if delta is None or base is None:
             return
@@ -100,7 +100,7 @@ class ChainTransfer:
 
 @dataclass
 class _Pull:
-    """One version on its way. ``given_up``: upstreams that are gone, or sent what is damaged."""
+    """The fetch of one version. ``given_up``: upstreams that are gone or sent damaged bytes."""
 
     transfer: ChainTransfer
     session: aiohttp.ClientSession
@@ -114,18 +114,18 @@ class _Pull:
         async def read(weights: str) -> None:
             found.append(await self._read_manifest(f"{weights}/{MANIFEST}"))
 
-        await self._from_someone(read)
+        await self._from_an_upstream(read)
         return found[-1]
 
     async def file(self, arriving: ArrivingFile) -> None:
-        """Bring what is missing of a file."""
+        """Fetch the missing bytes of a file."""
         if arriving.is_whole:
             return
         await in_thread(arriving.resume)
-        await self._from_someone(lambda weights: self._receive(f"{weights}/{arriving.file.name}", arriving))
+        await self._from_an_upstream(lambda weights: self._receive(f"{weights}/{arriving.file.name}", arriving))
 
-    async def _from_someone(self, ask: Callable[[str], Awaitable[None]]) -> None:
-        """Ask one upstream after the other until one has answered all."""
+    async def _from_an_upstream(self, ask: Callable[[str], Awaitable[None]]) -> None:
+        """Ask one upstream after the other until one has answered in full."""
         pause_s, silences = FIRST_PAUSE_S, 0
         error: Exception | None = None
         while True:
@@ -172,7 +172,7 @@ class _Pull:
         return raw, checked_manifest(raw, self.ready.version, self.ready.manifest_sha256, url)
 
     async def _receive(self, url: str, arriving: ArrivingFile) -> None:
-        """Chunk after chunk: checked, written, and then read by whoever is behind this relay."""
+        """Receive a file: each chunk is checked and written, and relays after this one may read it then."""
         if arriving.have < arriving.file.size:
             body, loop = _Body(url, arriving.have, self.transfer.timeout_s), asyncio.get_running_loop()
 
@@ -180,8 +180,8 @@ class _Pull:
                 self.transfer.received_bytes += have - arriving.have
                 arriving.arrived(have)
 
-            # In a thread of its own, straight into memory: an event loop has some hundred steps for each chunk, and
-            # takes twice as much of a core for a byte.
+            # In a thread, straight into memory: an event loop needs about a hundred steps per chunk, and twice the CPU
+            # time per byte.
             await in_thread(
                 body.pour,
                 arriving,
@@ -194,7 +194,7 @@ class _Pull:
 
 @dataclass
 class _Body:
-    """What an upstream answers of a file, from a byte on. Blocks, but for ``stop``."""
+    """The body of an upstream's answer: a file from byte ``start`` on. All calls block, except ``stop``."""
 
     url: str
     start: int
@@ -203,19 +203,19 @@ class _Body:
     _is_stopped: bool = False
 
     def stop(self) -> None:
-        """End what is being read, from another thread."""
+        """Interrupt the reading, from another thread."""
         self._is_stopped = True
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def pour(self, arriving: ArrivingFile, on_arrived: Callable[[int], object]) -> None:
-        """Write it, chunk after chunk.
+        """Write the body to the file, chunk by chunk.
 
         Raises:
-            WeightsError: there is another answer, or it is damaged.
-            TimeoutError: silence.
-            ConnectionError, EOFError, HTTPException: it broke off.
+            WeightsError: the status is unexpected, or a chunk is damaged.
+            TimeoutError: the upstream was silent for ``timeout_s``.
+            ConnectionError, EOFError, HTTPException: the connection broke.
             OSError: the disk is full.
         """
         where = urlsplit(self.url)
@@ -224,12 +224,12 @@ class _Body:
         with contextlib.closing(connection), self._answering(connection, where.path) as response:
             buffer = memoryview(bytearray(min(arriving.chunk_bytes, arriving.file.size)))
             while length := arriving.next_chunk():
-                with _broken_off():
+                with _connection_errors():
                     self._fill(response, buffer[:length])
                 on_arrived(arriving.append(buffer[:length], self.url))
 
     def _answering(self, connection: HTTPConnection, path: str) -> HTTPResponse:
-        with _broken_off():
+        with _connection_errors():
             connection.connect()
             self._socket = connection.sock
             self._socket.settimeout(self.timeout_s)
@@ -252,8 +252,8 @@ class _Body:
 
 
 @contextmanager
-def _broken_off() -> Iterator[None]:
-    """What goes wrong with a connection, apart from what goes wrong with a disk."""
+def _connection_errors() -> Iterator[None]:
+    """Raise every OSError of the block as a connection's failure, so that it does not look like a full disk."""
     try:
         yield
     except (ConnectionError, TimeoutError):

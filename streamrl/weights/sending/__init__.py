@@ -1,1 +1,1 @@
-"""The weight sender: an optional way of weights, from the trainer's store straight into vLLM's processes."""
+"""The weight sender (optional): sends weights from the trainer's store straight into vLLM's processes."""

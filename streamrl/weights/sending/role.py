@@ -1,4 +1,4 @@
-"""The weight sender as a feature: its process, and what it asks of engines and settings."""
+"""The weight sender as a feature: its process, and what it requires of engines and settings."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -33,22 +33,22 @@ def build_sender(settings: "Settings", context: "ProcessContext") -> "Role":
     """The weight sender over the run's weights store.
 
     Raises:
-        SettingsError: there is to be none, or workers could not reach it.
+        SettingsError: the settings ask for no sender, or workers could not reach it.
     """
     from streamrl.weights.groups import open_group  # which needs torch
     from streamrl.weights.sending.sender import WeightSender
 
     sender = _sender_of(settings)
     if sender.backend == "none":
-        raise SettingsError("expected sender.backend to say how weights are sent, got none; set it for all processes")
+        raise SettingsError('expected sender.backend to name a transport, got "none"; set it for all processes')
     if not sender.port:
-        raise SettingsError("expected sender.port to be one that workers can be told, got 0; set it with --sender.port")
+        raise SettingsError("expected a fixed sender.port that workers can use, got 0; set it with --sender.port")
     opened = partial(open_group, sender.backend, sender.host, timeout_s=sender.timeout_s)
     return WeightSender(settings.run.weights_store, sender, opened)
 
 
 def _processes(settings: "Settings") -> Sequence[ChildProcess]:
-    # Without it workers fetch files.
+    # Optional: if the sender is down, workers fetch files.
     wanted = bool(_sender_of(settings).transfer)
     return [ChildProcess("sender", "sender", optional=True, beside_trainer=True)] if wanted else []
 
@@ -76,15 +76,17 @@ def _check_settings(settings: "Settings") -> None:
         return
     got = None
     if settings.generation.engine != "vllm":
-        got = f'generation.engine = "{settings.generation.engine}", which takes weights from files alone'
+        got = f'generation.engine = "{settings.generation.engine}", which takes weights only from files'
     elif settings.training.backend != "torch":
         got = f'training.backend = "{settings.training.backend}", which has no weights to send'
     elif settings.training.lora.rank:
-        got = f"training.lora.rank = {settings.training.lora.rank}: adapters are small, and fetched as files"
+        got = f"training.lora.rank = {settings.training.lora.rank}: adapters are small and are fetched as files"
     elif _sender_of(settings).host in ("0.0.0.0", "::"):  # noqa: S104 - refused
-        got = f'sender.host = "{_sender_of(settings).host}": engines have to meet it at a name or an address of its own'
+        got = f'sender.host = "{_sender_of(settings).host}": engines need an address at which they reach the sender'
     if got is not None:
-        raise SettingsError(f'expected what goes with sender.backend = "{backend}", got {got}; change one of the two')
+        raise SettingsError(
+            f'expected settings that work with sender.backend = "{backend}", got {got}; change one of the two'
+        )
 
 
 FEATURE = Feature(

@@ -1,14 +1,14 @@
 """The weight sender: puts versions straight into the processes of vLLM engines, where links are faster than files.
 
-It stands beside the trainer's store, which relays serve as well. A worker that has heard of a version asks for a turn,
-while its engine samples on; the answer says how the engine's ranks meet the sender and which tensors come. Then they
-come, over a group of the sender and those ranks that lasts from one version to the next. What is announced, and in
-which order it is adopted, is the same as of files; and to files a worker turns whenever it is not sent to.
+The sender reads the trainer's store, which relays serve as well. When a version is announced, a worker requests a turn
+while its engine samples on. The answer says how the engine's ranks join the sender's process group and which tensors
+come. Then the sender broadcasts the tensors over that group, which lasts from one version to the next. Announcements
+and the order of adoption are the same as with files. A worker that the sender does not serve fetches files.
 
 Invariants:
-- only_what_was_announced_is_sent: of the manifest with the announced sha256, and the file with the manifest's;
-- one_is_sent_to_at_a_time: two collectives of one device may wait for each other;
-- a_failed_turn_ends_its_session: the engine that was being sent to is lost, and its next one joins anew.
+- only_announced_weights_are_sent: the manifest has the announced sha256, and the file has the manifest's;
+- one_engine_is_sent_to_at_a_time: two collectives on one device may wait for each other;
+- a_failed_turn_ends_its_session: the engine of a failed turn is lost, and its successor joins a new group.
 """
 
 import asyncio
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 STUCK_AFTER = 3.0
-"""Of the timeout: connecting, and each tensor, may take that long by itself."""
+"""Multiple of the timeout: connecting, and each tensor, may take the timeout by itself."""
 MOST_SESSIONS = 1024
-"""Engines that are sent to; of more, those that were sent to longest ago join anew."""
+"""Most engines with a group. Beyond that, the engine served longest ago loses its group and has to join again."""
 
 
 @dataclass(frozen=True)
 class LoadedVersion:
-    """A checked version, its tensors (of torch) mapped into memory. ``sums``: ``word_sum`` of each."""
+    """A checked version, its tensors (torch's) mapped into memory. ``sums``: ``word_sum`` of each."""
 
     manifest_sha256: str
     tensors: Mapping[str, Any]
@@ -55,7 +55,7 @@ class LoadedVersion:
 
 @dataclass
 class WeightSender:
-    """``POST /turns`` and ``GET /health``. ``open_group``: of so many ranks."""
+    """Serves ``POST /turns`` and ``GET /health``. ``open_group`` opens a group for a number of ranks."""
 
     store: Path
     settings: SenderSettings
@@ -69,11 +69,11 @@ class WeightSender:
     async def run(self, stop: asyncio.Event) -> None:
         """Send until stopped.
 
-        Consumes: turns that workers ask for, over HTTP. Produces: tensors, to the ranks of their engines.
-        Waits for: requests; a turn, for the end of the one before.
-        On failure: of a turn, its session is over; a collective that does not end, which nothing can interrupt, ends
-            this process with ``WeightsError``. A taken port raises ``UserError``.
-        On stop: leaves the groups; whoever is sent to loses its engine, and begins again with files.
+        Consumes: workers' requests for turns, over HTTP. Produces: tensors, to the ranks of their engines.
+        Waits for: requests; before each turn, the end of the one before.
+        On failure: a failed turn ends its session. A stuck collective cannot be interrupted, so it ends this process
+            with ``WeightsError``. A taken port raises ``UserError``.
+        On stop: leaves the groups; a worker in the middle of a turn loses its engine, and restarts it from files.
         """
         runner = web.AppRunner(self.application(), access_log=None, shutdown_timeout=2.0)
         await runner.setup()
@@ -95,8 +95,8 @@ class WeightSender:
             await end_tasks(self._sending)
         if self._stuck.is_set():
             raise WeightsError(
-                f"expected weights to be sent within sender.timeout_s ({self.settings.timeout_s:g} s), got no end; "
-                "this process begins anew, and workers fetch files until it does"
+                f"expected to send weights within sender.timeout_s ({self.settings.timeout_s:g} s), but sending hangs; "
+                "this process restarts, and workers fetch files until then"
             )
         for group in self._sessions.values():
             group.close()
@@ -113,74 +113,74 @@ class WeightSender:
 
     async def _take_turn(self, request: web.Request) -> web.Response:
         try:
-            asked = TurnRequest.model_validate_json(await request.read())
+            wanted = TurnRequest.model_validate_json(await request.read())
         except ValidationError as error:
             raise web.HTTPBadRequest(text=f"expected a request for a turn, got: {error.errors()[0]['msg']}\n") from None
         try:
             async with asyncio.timeout(self.settings.timeout_s):
                 await self._turn.acquire()
         except TimeoutError:
-            raise web.HTTPServiceUnavailable(text="others are being sent to; fetch files\n") from None
+            raise web.HTTPServiceUnavailable(text="the sender is busy with other engines; fetch files\n") from None
         try:
             if request.transport is None or request.transport.is_closing():
-                raise web.HTTPServiceUnavailable(text="nobody waits for this answer any more\n")
-            loaded = await self._load(asked)
-            is_new = asked.session not in self._sessions
-            group = self._sessions.pop(asked.session) if not is_new else self.open_group(asked.ranks)
+                raise web.HTTPServiceUnavailable(text="the requester has closed its connection\n")
+            loaded = await self._load(wanted)
+            is_new = wanted.session not in self._sessions
+            group = self._sessions.pop(wanted.session) if not is_new else self.open_group(wanted.ranks)
         except BaseException:
             self._turn.release()
             raise
-        # It is put back behind all others: the first of them is the one that was sent to longest ago.
-        task = asyncio.create_task(self._send(asked, group, loaded))
+        # `_send` puts the session back at the end: the first session is the one served longest ago.
+        task = asyncio.create_task(self._send(wanted, group, loaded))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
         answer = SendingTurn(meeting=dict(group.meeting) if is_new else {}, sums=loaded.sums, **listed(loaded.tensors))
         return web.Response(body=answer.model_dump_json().encode(), content_type="application/json")
 
-    async def _load(self, asked: TurnRequest) -> LoadedVersion:
-        """A version of the store, checked once; the one before is let go of.
+    async def _load(self, wanted: TurnRequest) -> LoadedVersion:
+        """A version of the store, checked when first loaded. Releases the version loaded before.
 
         Raises:
-            HTTPException: it is not there, or is another than was announced.
+            HTTPException: the version is missing, or differs from the announced one.
         """
-        if self._loaded is None or self._loaded[0] != asked.version:
+        if self._loaded is None or self._loaded[0] != wanted.version:
             try:
-                loaded = await in_thread(load_version, self.store / str(asked.version), asked)
+                loaded = await in_thread(load_version, self.store / str(wanted.version), wanted)
             except FileNotFoundError:
-                raise web.HTTPGone(text=f"version {asked.version} is not in the store (any more)\n") from None
+                raise web.HTTPGone(text=f"version {wanted.version} is not in the store (any more)\n") from None
             except WeightsError as error:
                 raise web.HTTPConflict(text=f"{error}\n") from None
-            self._loaded = asked.version, loaded
+            self._loaded = wanted.version, loaded
         loaded = self._loaded[1]
-        if loaded.manifest_sha256 != asked.manifest_sha256:
-            raise web.HTTPConflict(text=f"version {asked.version} has a manifest of another sha256\n")
+        if loaded.manifest_sha256 != wanted.manifest_sha256:
+            raise web.HTTPConflict(text=f"version {wanted.version} has a manifest with another sha256\n")
         return loaded
 
-    async def _send(self, asked: TurnRequest, group: "SendingGroup", loaded: LoadedVersion) -> None:
-        began = asyncio.get_running_loop().time()
+    async def _send(self, wanted: TurnRequest, group: "SendingGroup", loaded: LoadedVersion) -> None:
+        started_at = asyncio.get_running_loop().time()
         sending = _in_thread(functools.partial(group.send, loaded.tensors))
         try:
-            # What can end by itself does so by the group's own timeout.
+            # The group's own timeout ends every wait that can be interrupted; beyond it, the collective is stuck.
             if not (await asyncio.wait({sending}, timeout=STUCK_AFTER * self.settings.timeout_s))[0]:
                 self._stuck.set()
                 return
             sending.result()
         except Exception as error:
-            log.warning("weights not sent", version=str(asked.version), session=asked.session, error=str(error))
+            log.warning("weights not sent", version=str(wanted.version), session=wanted.session, error=str(error))
             group.close()
         else:
-            self._sessions[asked.session] = group
+            self._sessions[wanted.session] = group
             while len(self._sessions) > MOST_SESSIONS:
                 self._sessions.pop(next(iter(self._sessions))).close()
-            took_s = round(asyncio.get_running_loop().time() - began, 3)
-            log.info("weights sent", version=str(asked.version), ranks=asked.ranks, seconds=took_s)
+            took_s = round(asyncio.get_running_loop().time() - started_at, 3)
+            log.info("weights sent", version=str(wanted.version), ranks=wanted.ranks, seconds=took_s)
         finally:
             if not self._stuck.is_set():
                 self._turn.release()
 
 
 def listed(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """What a ``SendingTurn`` says of tensors."""
+    """The fields of a ``SendingTurn`` that describe tensors."""
     return {
         "names": tuple(tensors),
         "dtype_names": tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()),
@@ -193,7 +193,7 @@ def load_version(directory: Path, asked: TurnRequest) -> LoadedVersion:
 
     Raises:
         FileNotFoundError: there is no such version.
-        WeightsError: it is not what was asked for, or not a version of whole weights.
+        WeightsError: it is not the requested version, or it has an adapter only.
     """
     from streamrl.weights.groups import word_sum
     from streamrl.weights.tensors import mapped_tensors
@@ -212,12 +212,12 @@ def load_version(directory: Path, asked: TurnRequest) -> LoadedVersion:
 
 
 def _in_thread(call: Callable[[], None]) -> "asyncio.Future[None]":
-    """Of a thread that no end of this process waits for: a collective may never return."""
+    """Run ``call`` in a daemon thread, since a collective may never return and must not delay the process's exit."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
 
     def settle(error: BaseException | None) -> None:
-        if ended.done():  # cancelled
+        if ended.done():  # it was cancelled
             return
         if error is None:
             ended.set_result(None)
@@ -228,7 +228,7 @@ def _in_thread(call: Callable[[], None]) -> "asyncio.Future[None]":
         error: BaseException | None = None
         try:
             call()
-        except BaseException as raised:  # raised where it is waited for
+        except BaseException as raised:  # is raised again in the caller
             error = raised
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(settle, error)

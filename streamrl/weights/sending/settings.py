@@ -8,31 +8,31 @@ from streamrl.schemas.settings import Section
 
 
 class SenderSettings(Section):
-    """``[sender]``: weights straight into the processes of vLLM engines, by vLLM's own weight transfer."""
+    """``[sender]``: sends weights straight into the processes of vLLM engines, by vLLM's own weight transfer."""
 
     backend: Annotated[
         Literal["none", "nccl", "gloo"],
         Field(
-            description="How a sender beside the trainer's store puts weights into vLLM's processes: "
-            '"nccl" from GPU to GPU, "gloo" from memory to memory; "none": there is no sender, and files are fetched.'
+            description="How a sender next to the trainer's store puts weights into vLLM's processes: "
+            '"nccl" from GPU to GPU, "gloo" from memory to memory; "none": no sender, workers fetch files.'
         ),
     ] = "none"
-    host: Annotated[str, Field(description="Address to listen on, and to meet the engines' processes at.")] = (
+    host: Annotated[str, Field(description="Address to listen on, at which engines' processes reach the sender.")] = (
         "127.0.0.1"
     )
     port: Annotated[int, Field(ge=0, le=65535, description="0: `streamrl run` picks a free one.")] = 0
     timeout_s: Annotated[
-        float, Field(gt=0, description="Longest wait for a turn, for an engine's processes, or for one tensor.")
+        float, Field(gt=0, description="Longest wait in seconds for a turn, an engine's processes, or one tensor.")
     ] = 60.0
 
     @property
     def transfer(self) -> str:
-        """How vLLM calls this way of sending; empty: there is no sender."""
+        """The transport's name in vLLM; empty: there is no sender."""
         return "" if self.backend == "none" else self.backend
 
     @property
     def address(self) -> str:
-        """Where workers ask for turns; empty: there is no sender, or none that they were told of."""
+        """Where workers request turns; empty: there is no sender, or its port is not known."""
         return f"http://{self.host}:{self.port}" if self.transfer and self.port else ""
 
 

@@ -95,7 +95,7 @@ class Gated(FakeEngine):
             await (self.evaluation if request.request_id.startswith("evaluation") else self.orders).wait()
 
 
-async def test_no_completion_is_of_two_policies_though_orders_come_while_evaluation_holds_an_arm_up(
+async def test_no_completion_mixes_two_policies_though_orders_come_while_evaluation_delays_an_arm(
     make_worker: MakeWorker,
 ) -> None:
     """Orders are idle, evaluation is not: what was on its way comes just then, and is sampled to its end before."""

@@ -38,10 +38,10 @@ def test_a_sender_is_started_only_when_wanted_on_the_trainers_devices_and_the_ru
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--generation.engine=transformers"], "which takes weights from files alone"),
+        (["--generation.engine=transformers"], "which takes weights only from files"),
         (["--training.backend=emulated"], "which has no weights to send"),
         (["--training.lora.rank=8"], "adapters are small"),
-        (["--sender.host=0.0.0.0"], "a name or an address of its own"),
+        (["--sender.host=0.0.0.0"], "engines need an address"),
     ],
 )
 def test_what_does_not_go_with_a_weight_sender_is_refused_in_one_line(arguments: list[str], said: str) -> None:

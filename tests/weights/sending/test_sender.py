@@ -145,7 +145,7 @@ async def test_ranks_get_what_was_announced_and_meet_the_sender_once(store: Weig
                 assert_got(await engine.receive(turn), version, turn)
 
 
-async def test_only_what_was_announced_is_sent(store: WeightExporter) -> None:
+async def test_only_announced_weights_are_sent(store: WeightExporter) -> None:
     async with sending(store) as address:
         sent = add(store, FIRST, address)
         with pytest.raises(WeightsError, match="409"):
@@ -170,7 +170,7 @@ async def test_a_damaged_file_is_not_sent(store: WeightExporter) -> None:
             await Engine(A).turn(sent)
 
 
-async def test_one_is_sent_to_at_a_time_and_who_never_comes_is_waited_for_no_longer_than_the_timeout(
+async def test_one_engine_is_sent_to_at_a_time_and_a_missing_rank_is_waited_for_no_longer_than_the_timeout(
     store: WeightExporter,
 ) -> None:
     async with sending(store, SHORT_S) as address:
