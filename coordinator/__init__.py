@@ -1,1 +1,1 @@
-"""Turns a trained step into control: version ledger, membership, flow, and the relay that serves weights."""
+"""Turns step reports, heartbeats and operator commands into control messages."""

@@ -1,7 +1,7 @@
 """The single writer of the control topic; numbers every message.
 
-Invariant a_zombie_announces_nothing: everything is written in transactions of one id, whose newest holder fences all
-older ones. So a coordinator that stood still while another took over cannot put older weights over newer ones.
+Invariant a_zombie_announces_nothing: all messages are written in transactions with one id, whose newest holder fences
+all older ones. So a stalled coordinator that was replaced cannot announce older weights after newer ones.
 """
 
 import asyncio
@@ -33,12 +33,12 @@ log = structlog.get_logger()
 Kind = TypeVar("Kind", bound=Control)
 Weights = TypeVar("Weights", bound=AnnouncedWeights)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-"""Doubled from the first to the longest; short, since every worker waits for weights meanwhile."""
+"""Seconds between attempts, doubled from the first to the longest; short, since every worker waits for weights."""
 
 
 @dataclass(frozen=True)
 class AnnouncedRelays:
-    """Addresses of relays, and the hosts of the first of them."""
+    """Addresses of relays. ``hosts``: the hosts of the first of them, in the same order."""
 
     addresses: tuple[str, ...]
     hosts: tuple[str, ...] = ()
@@ -46,10 +46,11 @@ class AnnouncedRelays:
 
 @dataclass
 class ControlAnnouncer:
-    """Publishes control messages under the numbers that ``state`` says are next; what the broker has is noted there.
+    """Publishes control messages. ``state`` gives their numbers, and learns each message once the broker has it.
 
-    While no broker answers it tries again, the same message under the same number: a repeat changes nothing for
-    readers; ``on_tick`` is called at each attempt. Every method raises ``Superseded`` once a newer one is there.
+    While the broker is down, the announcer tries again with the same message and number, so that a repeat changes
+    nothing for readers. ``on_tick`` is called at each attempt. Every method raises ``Superseded`` once a newer
+    announcer has taken over.
     """
 
     publisher: TransactionalPublisher
@@ -67,13 +68,13 @@ class ControlAnnouncer:
         return message
 
     async def weights(self, kind: type[Weights], report: StepReport, **fields: Any) -> Weights:
-        """Announce the weights of a step, at the relays that are there; ``fields``: what this kind says besides."""
+        """Announce the weights of a step at the living relays; ``fields``: further fields of this kind of message."""
         relays = self.relays()
-        about = {"version": report.version, "step": report.step, "manifest_sha256": report.manifest_sha256}
-        return await self.announce(kind, **about, relays=relays.addresses, relay_hosts=relays.hosts, **fields)
+        weights = {"version": report.version, "step": report.step, "manifest_sha256": report.manifest_sha256}
+        return await self.announce(kind, **weights, relays=relays.addresses, relay_hosts=relays.hosts, **fields)
 
     async def flow(self, mode: str, reason: str, command_offset: int) -> None:
-        """Let everyone run, pause or drain."""
+        """Let all workers run, pause or drain."""
         await self.announce(FlowControl, mode=mode, reason=reason, command_offset=command_offset)
 
     async def drain_worker(self, worker_id: str, reason: str, command_offset: int) -> None:
@@ -81,17 +82,17 @@ class ControlAnnouncer:
         await self.announce(DrainWorker, worker_id=worker_id, reason=reason, command_offset=command_offset)
 
     async def fleet_target(self, workers: int, reason: str) -> None:
-        """Say how many workers are wanted."""
+        """Announce how many workers are wanted."""
         await self.announce(FleetTarget, workers=workers, reason=reason)
 
     async def workers_claimed(self, holders: Mapping[str, str]) -> None:
-        """Say which incarnation holds each of these worker ids."""
+        """Announce which incarnation holds each of these worker ids."""
         await self._commit(
             *(self._numbered(WorkerClaimed, worker_id=worker, incarnation=holder) for worker, holder in holders.items())
         )
 
     async def run_finished(self, step: int, reason: str) -> None:
-        """Tell everyone that the trainer has taken its last step."""
+        """Announce that the trainer has taken its last step."""
         await self.announce(RunFinished, step=step, reason=reason)
 
     def _numbered(self, kind: type[Kind], **fields: Any) -> Kind:
@@ -104,14 +105,14 @@ class ControlAnnouncer:
             sleep=asyncio.sleep,
             retry=retry_if_exception_type((DeliveryUnknown, BusUnavailable)),
             wait=wait_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
-            before=lambda attempt: self.on_tick(),  # for the watchdog: who waits for a broker does not hang
+            before=lambda attempt: self.on_tick(),  # for the watchdog: waiting for a broker is no hang
             before_sleep=_log_unconfirmed,
         )
-        # Nothing is awaited between numbering and this line, and asyncio's lock is fair: what two loops announce gets
-        # onto the topic in the order of its numbers.
+        # Nothing is awaited between numbering and this line, and asyncio's lock is fair: messages of two loops get onto
+        # the topic in the order of their numbers.
         async with self._one_at_a_time:
             await persistently(self.publisher.commit, records)
-        # Only now: what an announcer that is killed before this had not announced is left to its successor.
+        # Only after the commit: an announcer killed before it leaves these messages to its successor.
         for message in messages:
             self.state.apply(message)
 

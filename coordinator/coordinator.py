@@ -1,7 +1,7 @@
 """The coordinator's driver: step reports, heartbeats and operator commands in, control messages out.
 
-It handles a few messages per step, holds nothing that its topics do not hold, and may be killed at any point: what it
-had announced is on the topic, whole, and its successor announces the rest under the next numbers.
+It handles a few messages per step, and its whole state can be rebuilt from its topics. It may be killed at any point:
+its announcements are on the topic, and its successor announces the rest under the next numbers.
 """
 
 import asyncio
@@ -33,17 +33,17 @@ log = structlog.get_logger()
 
 POLL_S = 0.5
 STOP_S = 3.0
-"""For an announcement that is under way; a broker that is away would hold it for longer."""
+"""Seconds for an announcement under way to end; if the broker is down, it would take longer."""
 RELAYS_AGAIN_S = 5.0
-"""Between two announcements of the same weights: relays that start together are named together."""
+"""Seconds between two announcements of the same weights, so that relays that start together are named together."""
 LOOPS = ("steps", "members")
 CLAIM_AGAIN_S = 2.0
-"""Two heartbeats: a superseded worker that read its successor's claim has left by then."""
+"""Seconds of two heartbeats: a superseded worker that has read its successor's claim has left by then."""
 
 
 @dataclass(frozen=True)
 class FleetScaling:
-    """``overlaps``: whether generation goes on while a step is trained."""
+    """How the number of workers is decided. ``overlaps``: whether generation goes on while a step is trained."""
 
     bounds: FleetBounds
     settings: ScalingSettings
@@ -52,9 +52,9 @@ class FleetScaling:
 
 @dataclass(frozen=True)
 class LastEvaluation:
-    """Which weights are the last to be evaluated during a run, and for how long its end waits for that.
+    """The last evaluation of a run, and for how long the run's end waits for it.
 
-    ``newest_due``: of the steps up to this one, the last whose weights are evaluated.
+    ``newest_due``: gives the last step, up to a given one, whose weights are to be evaluated.
     """
 
     newest_due: Callable[[int], int]
@@ -63,11 +63,12 @@ class LastEvaluation:
 
 @dataclass
 class Coordinator:
-    """One per run; a second one supersedes the first. ``on_tick`` is told, by name, of every turn of a loop.
+    """The coordinator of a run; a second one supersedes the first.
 
-    ``scaling``: None where the number of workers stays as it is; ``evaluation``: None where the run has none. Who is
-    there is judged by ``clock``, which is monotonic, and by when heartbeats arrive; ``time_of_day`` is only written
-    into messages. ``policies`` answers what depends on how many policies share the stream; by default there is one.
+    ``on_tick`` is called with a loop's name at each of its turns. ``scaling``: None if the number of workers is fixed.
+    ``evaluation``: None if the run has none. ``clock`` is monotonic: with it and the arrival of heartbeats the
+    coordinator decides which workers are alive. ``time_of_day`` is only written into messages. ``policies`` answers
+    questions that depend on how many policies share the stream; by default there is one.
     """
 
     bus: Bus
@@ -87,18 +88,18 @@ class Coordinator:
         Consumes: steps (from the beginning), recent heartbeats, operator commands (those not carried out yet).
         Produces: control.
         Waits for: any of the three.
-        On failure: raises; a restart replays the topics and goes on. ``Superseded``: another coordinator took over.
-            ``EndUndone``: what it had told to be the end is none; its successor goes on.
-        On stop: closes its clients; what it announced stays on the compacted topic.
+        On failure: raises; a restart replays the topics and continues. ``Superseded``: another coordinator took over.
+            ``EndUndone``: it announced the end of the run, and the run goes on; its successor continues.
+        On stop: closes its clients; its announcements stay on the compacted topic.
         """
-        # A cancellation may come before all clients are open, or while one is closed: the others are closed too.
+        # A cancellation may come before all clients are open, or while one is being closed: the others are closed too.
         async with AsyncExitStack() as clients:
             publisher = await self.bus.transactional(f"{self.run_name}.coordinator")
             clients.push_async_callback(publisher.close)
             await self._serve(publisher, clients, stop)
 
     async def _serve(self, publisher: TransactionalPublisher, clients: AsyncExitStack, stop: asyncio.Event) -> None:
-        """The topics are read after the older coordinator was fenced, so that nothing of it comes later."""
+        """Read the topics after the older coordinator was fenced, so that it cannot write to them any more."""
         presence = Presence(Membership(self.heartbeat_timeout_s), RelayMembership(self.heartbeat_timeout_s))
         context = self._context(publisher, presence)
         policies, state = self.policies(context), context.state
@@ -108,13 +109,13 @@ class Coordinator:
         others = await subscribe_members(self.bus, self.run_name, state.last_command, evaluated=evaluated)
         clients.push_async_callback(others.close)
         session = CoordinatorSession.open(self, context, policies, presence, steps)
-        clients.push_async_callback(lambda: session.steps.close())  # another policy's, once that one is followed
+        clients.push_async_callback(lambda: session.steps.close())  # another subscription, after a promotion
         log.info("coordinator ready", announced=str(state.ledger.announced), mode=state.mode, finished=state.finished)
         async with asyncio.TaskGroup() as tasks:
             loops = [tasks.create_task(session.steps_loop(stop))]
             loops.append(tasks.create_task(session.members_loop(others, stop)))
             loops.append(tasks.create_task(policies.run(stop)))
-            await stop.wait()  # a loop that fails cancels this, and its error leaves the group
+            await stop.wait()  # if a loop fails, this is cancelled and the group raises the loop's error
             _, late = await asyncio.wait(loops, timeout=STOP_S)
             for task in late:
                 task.cancel()
@@ -139,17 +140,17 @@ class Coordinator:
         )
 
     def tick_all(self) -> None:
-        """Both loops wait for a broker's answer: either may hold the announcer."""
+        """Report a turn of every loop: while one announces, the others may wait for it."""
         for name in LOOPS:
             self.on_tick(name)
 
 
 @dataclass
 class Presence:
-    """Which workers and relays are heard.
+    """The workers and relays that send heartbeats.
 
-    ``claimed_again``: when each superseded worker that is still there was last told so, in seconds of the coordinator's
-    clock. ``lost``: workers of which it was said that they are lost.
+    ``claimed_again``: for each superseded worker that is still alive, when the claim on its id was last announced, in
+    seconds of the coordinator's clock. ``lost``: workers that were logged as lost.
     """
 
     members: Membership
@@ -158,12 +159,12 @@ class Presence:
     lost: set[str] = field(default_factory=set)
 
     def extend(self, seconds: float) -> None:
-        """No worker or relay could be heard for so long."""
+        """Extend all time-outs: for so many seconds no heartbeat could arrive."""
         self.members.extend(seconds)
         self.relays.extend(seconds)
 
     def taking_orders(self, now: float) -> list[str]:
-        """Workers that are alive; not those of a version too far off, whose orders would wait for ever."""
+        """Living workers, except those whose wire version is too different: their orders would wait for ever."""
         alive = self.members.with_liveness(Liveness.ALIVE, now)
         return [worker for worker, beat in self.members if worker in alive and is_near_version(beat.wire)]
 
@@ -172,23 +173,24 @@ class Presence:
 class RunEnd:
     """What the end of the run waits for.
 
-    ``began``: when this session began, in seconds of the coordinator's clock; ``old_finish``: the version of a last
-    step that was reported before. ``evaluated``: versions with a report; ``ended_at``: when the last step was seen;
-    ``told``: the step of which everybody was told that it is the last.
+    ``started_at``: when this session started, in seconds of the coordinator's clock. ``old_finish``: the version of a
+    last step that was reported before the session. ``evaluated``: versions with an evaluation report. ``ended_at``:
+    when the last step was seen. ``announced``: the step that was announced as the last.
     """
 
-    began: float
+    started_at: float
     old_finish: PolicyVersion | None
     evaluated: set[PolicyVersion] = field(default_factory=set)
     ended_at: float | None = None
-    told: int | None = None
+    announced: int | None = None
 
 
 @dataclass
 class CoordinatorSession:
-    """What one process of the coordinator holds, from the moment it has read its topics.
+    """The state and loops of one coordinator process, after it has read its topics.
 
-    ``steps``: of the policy that is followed; ``named_at``: when relays were named last, or this session began.
+    ``steps``: subscription to the followed policy's steps. ``named_at``: when relays were last announced, or this
+    session started.
     """
 
     coordinator: Coordinator
@@ -209,7 +211,7 @@ class CoordinatorSession:
         presence: Presence,
         steps: Subscription,
     ) -> "CoordinatorSession":
-        """Begin, with what was recovered."""
+        """A session with the recovered state."""
         state, now = context.state, coordinator.clock()
         latest = state.ledger.latest
         return cls(
@@ -225,18 +227,18 @@ class CoordinatorSession:
 
     @property
     def state(self) -> CoordinatorState:
-        """What the control topic says."""
+        """The state that the control topic gives."""
         return self.context.state
 
     async def steps_loop(self, stop: asyncio.Event) -> None:
         """Turn step reports into announcements.
 
-        Consumes: steps of the policy that is followed. Produces: control (weights ready, wanted workers, run finished).
-        Waits for: its trainer.
+        Consumes: steps of the followed policy. Produces: control (weights ready, wanted workers, run finished).
+        Waits for: the policy's trainer.
         On failure: raises to ``run``. On stop: returns within one poll.
         """
         followed = self.policies.followed
-        # What an earlier coordinator was killed before announcing is in the topics that were replayed.
+        # An earlier coordinator may have been killed before it announced weights: the replayed reports have them.
         await self._announce_weights()
         while not stop.is_set():
             self.coordinator.on_tick(LOOPS[0])
@@ -244,17 +246,17 @@ class CoordinatorSession:
                 followed = await self._follow_other()
             records = await self.steps.poll(timeout_s=POLL_S)
             if self.policies.followed != followed:
-                continue  # what was read is of another policy
+                continue  # these records are another policy's
             messages = [message_of(record, warn=True) for record in records]
             reports = [message for message in messages if isinstance(message, StepReport)]
             for report in reports:
                 self._note(report)
-            # Of all the reports that were read only the newest is announced; the fleet's times are of each.
+            # Only the newest report is announced; scaling needs the times of each.
             await self._announce_weights()
             await self._announce_relays()
             for report in reports:
                 await self._scale(report)
-            # Only behind the last record: the report of a continued run may stand right after the one that ended it.
+            # Only at the end of the topic: a continued run's report may follow right after the one that ended it.
             if not records:
                 await self._announce_end()
 
@@ -266,7 +268,7 @@ class CoordinatorSession:
             log.warning("report of an older lineage ignored", version=str(report.version))
 
     async def _follow_other(self) -> Followed:
-        """Read the steps of the policy that is followed now, from the beginning; announce what it has exported."""
+        """Read the steps of the newly followed policy from the beginning, and announce its weights."""
         context, former = self.context, self.steps
         async with context.announcing:
             followed = self.policies.followed
@@ -282,28 +284,28 @@ class CoordinatorSession:
                 await self._announce(report)
                 policy = self.policies.followed.policy
                 log.info("weights announced", version=str(report.version), step=report.step, policy=policy)
-        if report is not None and not report.finished and self.end.told is not None:
-            # A restore's doing, or of damage to the last checkpoint. Whoever reads the end first leaves all the same.
+        if report is not None and not report.finished and self.end.announced is not None:
+            # After a restore, or damage to the last checkpoint. Processes that read the end first leave nevertheless.
             raise EndUndone(
-                f"expected nothing behind step {self.end.told}, the last, got weights {report.version} of step "
-                f"{report.step}: the end was undone while everybody was told of it, and the run goes on. `streamrl "
-                "run` starts again what has left; start again what runs elsewhere and is kept alive by nothing else"
+                f"expected nothing after step {self.end.announced}, announced as the last, got weights "
+                f"{report.version} of step {report.step}: the run goes on. `streamrl run` restarts its own processes "
+                "that have left; restart those on other machines that nothing keeps alive"
             )
 
     async def _announce(self, report: StepReport) -> None:
-        about = self.policies.about_weights(report)
-        self.policies.observe(await self.context.announcer.weights(WeightsReady, report, **about))
+        fields = self.policies.about_weights(report)
+        self.policies.observe(await self.context.announcer.weights(WeightsReady, report, **fields))
         self.named_at = self.coordinator.clock()
 
     async def _announce_relays(self) -> None:
-        """The same weights again, once other relays are there than those named: else nobody would find these.
+        """Announce the same weights again if the living relays are no longer those named: else no worker finds them.
 
-        Only in this loop, which announces all weights, so that older ones never come behind newer ones.
+        Only this loop announces weights, so that older ones never follow newer ones.
         """
         latest, named = self.state.ledger.latest, self.state.relays
         if named is None or latest is None or latest.version != self.state.ledger.announced or latest.finished:
             return
-        # Behind the end of the run, announced weights would mean that it goes on.
+        # After the end of the run, announced weights would mean that it goes on.
         if self.state.finished or self.coordinator.clock() - self.named_at < RELAYS_AGAIN_S:
             return
         if (found := frozenset(self.context.announcer.relays().addresses)) != named:
@@ -318,7 +320,10 @@ class CoordinatorSession:
             await self.context.announcer.fleet_target(decision.workers, decision.reason)
 
     async def _announce_end(self) -> None:
-        """Once nothing follows: a resumed trainer repeats its last report before the one that says that it goes on."""
+        """Announce the end of the run, if it is final.
+
+        Called when the steps topic has nothing more: a resumed trainer repeats its last report before newer ones.
+        """
         latest = self.state.ledger.latest
         if latest is None or not latest.finished or self.state.finished or self._may_go_on(latest.version):
             return
@@ -328,44 +333,44 @@ class CoordinatorSession:
             if self.state.ledger.latest is not latest:
                 return
             await self.context.announcer.run_finished(latest.step, "the trainer reached its last step")
-            self.end.told = latest.step
+            self.end.announced = latest.step
         log.info("run finished", step=latest.step)
 
     def _may_go_on(self, last: PolicyVersion) -> bool:
-        """Whether the end was there before this session, and the trainer of a continued run may still be starting."""
-        open_for_s = self.coordinator.clock() - self.end.began
+        """Whether the end is older than this session, and the trainer of a continued run may still be starting."""
+        open_for_s = self.coordinator.clock() - self.end.started_at
         return last == self.end.old_finish and open_for_s < self.coordinator.settings.finish_timeout_s
 
     def _is_evaluated_still(self, last: StepReport) -> bool:
-        """Whether workers are to stay for the evaluation of the last weights that are due."""
+        """Whether workers must stay for the evaluation of the last weights that are due."""
         evaluation, now = self.coordinator.evaluation, self.coordinator.clock()
         if evaluation is None:
             return False
         end = self.end
         end.ended_at = now if end.ended_at is None else end.ended_at
-        # By the step alone: a lineage that goes on from evaluated weights does not have them evaluated again.
+        # By the step's number alone: a lineage that resumes from evaluated weights does not evaluate them again.
         due = evaluation.newest_due(last.step) + last.version.number - last.step
         is_reported = any(version.number == due for version in end.evaluated)
         return not is_reported and now - end.ended_at < evaluation.patience_s
 
     async def members_loop(self, others: Subscription, stop: asyncio.Event) -> None:
-        """Follow who is there, and carry out what operators ask for.
+        """Track which workers and relays are alive, and carry out operators' commands.
 
         Consumes: heartbeats, commands, evaluation reports.
-        Produces: control (worker claims, flow, drain of one worker, and what commands about policies come to).
-        Waits for: either.
+        Produces: control (worker claims, flow, drain of one worker, and the effects of commands about policies).
+        Waits for: any of them.
         On failure: raises to ``run``. On stop: returns within one poll.
         """
-        ends, caught_up = await others.end_offsets(), False  # a claim is judged by all heartbeats that were there
+        ends, caught_up = await others.end_offsets(), False  # no claims before all present heartbeats are read
         presence = self.presence
         listening = Listening(others, presence.members.timeout_s, presence.extend, self.coordinator.clock)
         while not stop.is_set():
             self.coordinator.on_tick(LOOPS[1])
             for record in await listening.poll(POLL_S):
-                # Old heartbeats too count from now on: their time stamps are of other clocks, and one time-out from now
-                # whoever is gone is missed.
+                # Old heartbeats count as of now, since their time stamps are from other clocks. Workers that are gone
+                # are noticed one time-out later.
                 await self._handle(record, self.coordinator.clock())
-            # Judged by a part of the heartbeats, the id could go to an incarnation that was followed by another.
+            # With only some of the heartbeats, an id could go to an incarnation that has a successor already.
             caught_up = caught_up or all(at >= ends[tp] for tp, at in (await others.positions()).items())
             if caught_up:
                 await self._claim_due()
@@ -396,16 +401,16 @@ class CoordinatorSession:
                 log.warning("worker gets no orders", worker=worker, wire=heartbeat.wire, expected=WIRE_VERSION)
 
     def _claim_again(self, heartbeat: Heartbeat, at: float) -> None:
-        """A superseded incarnation that has not left after a while is told again: it may never have read it."""
+        """If a superseded incarnation has not left after a while, announce the claim again: it may have missed it."""
         worker = heartbeat.worker_id
         if at - self.presence.claimed_again.setdefault(worker, at) > CLAIM_AGAIN_S:
             log.warning("superseded worker still there", worker=worker, incarnation=heartbeat.incarnation)
-            # Forgetting the claim makes it due: the next turn of the loop writes it again.
+            # Forgetting the claim makes it due again: the next turn of the loop announces it.
             self.presence.claimed_again[worker] = at
             self.state.forget_claim(worker)
 
     async def _claim_due(self) -> None:
-        """Claims that are not on the topic yet, or are due again."""
+        """Announce the claims that are not on the topic yet or are due again."""
         due = {
             worker: holder
             for worker, holder in self.presence.members.holders().items()
@@ -432,18 +437,18 @@ class CoordinatorSession:
         if decision is None:
             log.warning("command changes nothing", action=command.action, mode=state.mode, finished=state.finished)
         elif decision.drain_worker is not None:
-            # The offset travels with the message: a successor goes on behind the last command that one names.
+            # The message carries the command's offset: a successor continues after the last one that was carried out.
             await self.context.announcer.drain_worker(decision.drain_worker, decision.reason, offset)
         elif decision.mode is not None:
             await self.context.announcer.flow(decision.mode, decision.reason, offset)
 
 
 def _announced(relays: RelayMembership, seeds: tuple[str, ...], now: float) -> AnnouncedRelays:
-    """The relays that are heard, and behind them those of the settings: they may be of a kind that says nothing."""
+    """The relays that send heartbeats, then those of the settings, which may be of a kind that sends none."""
     living = relays.living(now)
-    heard = tuple(member.address for member in living)
+    addresses = tuple(member.address for member in living)
     return AnnouncedRelays(
-        heard + tuple(seed for seed in seeds if seed not in heard),
+        addresses + tuple(seed for seed in seeds if seed not in addresses),
         tuple(member.host for member in living),
     )
 

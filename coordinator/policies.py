@@ -1,6 +1,6 @@
-"""What the coordinator asks about the policies that share its stream; and the answers of one policy.
+"""The coordinator's questions about the policies that share its stream, and the answers for one policy.
 
-With one policy every step report is announced as it is, and every worker follows those weights. ``streamrl/policies``
+With one policy, every step report is announced unchanged, and every worker follows those weights. ``streamrl/policies``
 has the answers for several.
 """
 
@@ -23,10 +23,10 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class CoordinatorContext:
-    """What the parts of one process of the coordinator share.
+    """What the parts of one coordinator process share.
 
-    ``announcing``: held while it is decided and said which weights are the newest, and whose. ``workers``: those that
-    take orders now. ``clock``: monotonic, in seconds.
+    ``announcing``: the lock to hold from the decision which weights are newest until they are announced. ``workers``:
+    gives the workers that take orders now. ``clock``: monotonic, in seconds.
     """
 
     bus: Bus
@@ -42,7 +42,7 @@ class CoordinatorContext:
 class Followed:
     """The policy whose steps are read and whose weights are announced.
 
-    ``since``: number of the control message that said so; -1: the run began with it.
+    ``since``: number of the control message that set it; -1: the run started with it.
     """
 
     policy: str = SERVED_POLICY
@@ -50,21 +50,21 @@ class Followed:
 
 
 class PolicyControl(Protocol):
-    """The coordinator's questions about policies. Nothing is kept but on the control topic."""
+    """The coordinator's questions about policies. All state is on the control topic."""
 
     @property
     def followed(self) -> Followed:
-        """Which policy is followed. Once it changes, its steps are read from their beginning."""
+        """The followed policy. When it changes, the new policy's steps are read from their beginning."""
         ...
 
     def observe(self, message: Control) -> None:
-        """Take one message of the control topic into account: of the past, or one that was just announced."""
+        """Take one message of the control topic into account: a replayed one, or one just announced."""
         ...
 
     def as_announced(self, report: StepReport) -> StepReport | None:
         """A report of the followed policy, with the version under which workers know its weights.
 
-        None: it is of a time when another policy was followed.
+        None: the report is from a time when another policy was followed.
         """
         ...
 
@@ -73,15 +73,15 @@ class PolicyControl(Protocol):
         ...
 
     async def carry_out(self, command: OperatorCommand, offset: int) -> None:
-        """Carry out a command of an operator that is none of the coordinator's own; ``offset``: where it stands."""
+        """Carry out an operator's command about policies. ``offset``: the command's place on its topic."""
         ...
 
     async def deal_workers(self) -> None:
-        """Say whose weights the workers follow that are there now; asked after each look at heartbeats."""
+        """Decide which policy's weights each living worker follows. Called after each look at heartbeats."""
         ...
 
     async def run(self, stop: asyncio.Event) -> None:
-        """What goes on beside the coordinator's own loops, until it is stopped."""
+        """Work next to the coordinator's own loops until stopped."""
         ...
 
 
@@ -94,7 +94,7 @@ class OnePolicyControl:
         pass
 
     def observe(self, message: Control) -> None:
-        """See ``PolicyControl``: nothing is said of policies."""
+        """See ``PolicyControl``: does nothing."""
 
     def as_announced(self, report: StepReport) -> StepReport | None:
         """See ``PolicyControl``: the report itself."""
@@ -105,7 +105,7 @@ class OnePolicyControl:
         return {}
 
     async def carry_out(self, command: OperatorCommand, offset: int) -> None:
-        """See ``PolicyControl``: such a command asks for another policy, and there is none."""
+        """See ``PolicyControl``: the command is about another policy, and there is none."""
         log.warning("command changes nothing", action=command.action, policy=command.policy)
 
     async def deal_workers(self) -> None:

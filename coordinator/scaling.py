@@ -1,15 +1,15 @@
-"""How many workers are wanted: more while generation is the longer stage, fewer while it has time to spare.
+"""Decides how many workers are wanted: more while generation is the longer stage, fewer while it has time to spare.
 
-The rule is StreamRL's dynamic adjustment (arXiv:2504.15930, section 4.2). With generate_s and train_s, the seconds that
+The rule is StreamRL's dynamic adjustment (arXiv:2504.15930, section 4.2). generate_s and train_s are the seconds that
 the two stages of one step take:
 
-    delta_s = generate_s - train_s         what is missing
-    gain_s  = generate_s / (workers + 1)   what one more worker is predicted to save, if work is shared evenly
+    delta_s = generate_s - train_s         by how much generation is longer
+    gain_s  = generate_s / (workers + 1)   what one more worker should save, if work is shared evenly
 
-One more worker is wanted once delta_s >= gain_s. The paper only adds; here one leaves when generation would still be
-the shorter stage without it, by a margin and for several steps in a row. Pure: time comes in the reports.
+One more worker is wanted if delta_s >= gain_s. The paper only adds workers. Here a worker also leaves, if generation
+would still be the shorter stage without it, by a margin and for several steps in a row. Pure: times come in reports.
 
-Invariants: a_worker_is_added_only_when_it_saves_no_more_than_is_missing; what_was_added_does_not_leave_at_once.
+Invariants: a_worker_is_added_only_if_it_saves_no_more_than_is_missing; an_added_worker_does_not_leave_at_once.
 """
 
 from dataclasses import dataclass, field
@@ -20,12 +20,12 @@ from streamrl.schemas.reports import Heartbeat, StepReport, WorkerState
 
 NO_VERSION = PolicyVersion(0, 0)
 WAITING = 0.05
-"""Share of a step that the trainer must wait for generation to be the longer stage; less is its own overhead."""
+"""Share of a step that the trainer must wait so that generation counts as the longer stage; less is overhead."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """One optimizer step with so many workers, in seconds; ``gain_s``: what one more is predicted to save."""
+    """Seconds that the stages of one optimizer step took. ``gain_s``: what one more worker should save."""
 
     generate_s: float
     train_s: float
@@ -34,30 +34,30 @@ class StageTimes:
 
     @property
     def delta_s(self) -> float:
-        """By how much generation is the longer stage."""
+        """Seconds by which generation is longer than training."""
         return self.generate_s - self.train_s
 
     @property
     def with_one_fewer_s(self) -> float:
-        """Generation if all of it were shared by one worker fewer."""
+        """Seconds that generation would take with one worker fewer."""
         return self.generate_s * self.workers / (self.workers - 1) if self.workers > 1 else float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class FleetBounds:
-    """Fewest and most workers."""
+    """The fewest and most workers allowed."""
 
     fewest: int
     most: int
 
     def nearest(self, workers: int) -> int:
-        """The allowed number that is nearest."""
+        """The allowed number nearest to this one."""
         return max(self.fewest, min(self.most, workers))
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingDecision:
-    """So many workers are wanted from now on."""
+    """The number of workers wanted from now on, and why."""
 
     workers: int
     reason: str
@@ -65,15 +65,15 @@ class ScalingDecision:
 
 @dataclass
 class ScalingRule:
-    """Decides by one step after the other."""
+    """Decides after each step whether a worker is added or leaves."""
 
     bounds: FleetBounds
     settings: ScalingSettings
     _spare_steps: int = field(default=0, init=False)
 
     def decide(self, times: StageTimes) -> ScalingDecision | None:
-        """What follows from a step; none if nothing changes."""
-        # Steps in a row, because lengths vary from step to step: one short batch is no reason to let a worker go.
+        """The decision after a step; None if nothing changes."""
+        # Several steps in a row, because lengths vary: one short batch is no reason to remove a worker.
         spare = times.with_one_fewer_s <= times.train_s * (1 - self.settings.margin)
         self._spare_steps = self._spare_steps + 1 if spare else 0
         if times.workers < self.bounds.most and times.delta_s >= times.gain_s > 0:
@@ -92,9 +92,10 @@ class ScalingRule:
 
 @dataclass
 class FleetWatch:
-    """``wanted``: workers asked for last. ``overlaps``: whether generation goes on while a step is trained.
+    """Decides from heartbeats and step reports how many workers are wanted.
 
-    A change is followed by no other before the wanted workers are there and ``settle_steps`` whole steps have passed.
+    ``wanted``: the last number of workers asked for. ``overlaps``: whether generation goes on while a step is trained.
+    After a change, the next one waits until the wanted workers are there and ``settle_steps`` whole steps have passed.
     """
 
     bounds: FleetBounds
@@ -113,7 +114,7 @@ class FleetWatch:
 
     @property
     def workers(self) -> int:
-        """Workers that take orders."""
+        """Number of workers that take orders."""
         return sum(self._ready.values())
 
     def heard(self, heartbeat: Heartbeat) -> None:
@@ -124,13 +125,13 @@ class FleetWatch:
             self._occupied.append(heartbeat.running / heartbeat.capacity)
 
     def lost(self, worker_id: str) -> None:
-        """Note that a worker is silent."""
+        """Note that a worker is lost."""
         self._ready[worker_id] = False
 
     def stepped(self, report: StepReport) -> ScalingDecision | None:
-        """Note a step; the number of workers that is wanted now, if it changes."""
+        """Note a step; the decision if the wanted number of workers changes, else None."""
         occupied, self._occupied = self._occupied, []
-        # A resumed trainer repeats its last report, and a report without groups is of no step.
+        # A resumed trainer repeats its last report, and a report without groups is not about a step.
         if report.version <= self._newest or not report.group_ids:
             return None
         is_first, self._newest = self._newest.lineage != report.version.lineage, report.version
@@ -138,7 +139,7 @@ class FleetWatch:
             self._settled = 0
             return None
         self._settled += 1
-        # Without a heartbeat in a short step, slots count as busy: nothing speaks for letting a worker go.
+        # If no heartbeat arrived during a short step, slots count as busy, so that no worker is removed.
         times = self._stage_times(report, sum(occupied) / len(occupied) if occupied else 1.0)
         if self._settled <= self.settings.settle_steps or times is None:
             return None
@@ -151,9 +152,9 @@ class FleetWatch:
         step_s, waited_s = report.metrics.get("time/step"), report.metrics.get("time/wait_for_batch", 0.0)
         if not step_s:
             return None
-        # What the trainer did not wait is training. Where the stages overlap, generation takes the whole step while the
-        # trainer waits for it; otherwise the share of the step in which the workers' slots were busy. Where they do not
-        # overlap, generation is what the trainer waits for.
+        # Training is the part of the step in which the trainer did not wait. If the stages overlap and the trainer
+        # waited, generation took the whole step; if it did not wait, the share of the step in which the workers' slots
+        # were busy. If the stages do not overlap, generation is the time that the trainer waited.
         overlapping_s = step_s if waited_s >= WAITING * step_s else step_s * occupied
         generate_s = overlapping_s if self.overlaps else waited_s
         gain_s = generate_s / (self.workers + 1)  # g - g w / (w + 1): work shared evenly by one more

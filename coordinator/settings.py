@@ -11,13 +11,15 @@ class ScalingSettings(Section):
     """``[scaling]``: when workers join and leave, between run.workers and run.max_workers."""
 
     settle_steps: Annotated[
-        int, Field(ge=0, description="Steps that are not judged after the number of workers changed.")
+        int, Field(ge=0, description="Number of steps to ignore after the number of workers changed.")
     ] = 1
     margin: Annotated[
         float,
         Field(ge=0, lt=1, description="A worker leaves if without it generation takes this share less than training."),
     ] = 0.15
-    idle_steps: Annotated[int, Field(ge=1, description="Steps in a row for which that must hold.")] = 3
+    idle_steps: Annotated[
+        int, Field(ge=1, description="Number of steps in a row for which scaling.margin must hold.")
+    ] = 3
 
 
 class CoordinatorSettings(Section):
@@ -25,12 +27,12 @@ class CoordinatorSettings(Section):
 
     finish_timeout_s: Annotated[
         float,
-        Field(ge=0, description="After a restart: how long a finished run may still be continued before it is ended."),
+        Field(ge=0, description="After a restart, seconds in which a finished run may still continue before it ends."),
     ] = 60.0
     relays: Annotated[
         tuple[str, ...],
         Field(
-            description="Addresses of relays to begin with, before any is heard on the bus, and behind those that are; "
+            description="Addresses of relays that workers may always use, in addition to those heard on the bus; "
             "empty: the relay that `streamrl run` starts."
         ),
     ] = ()

@@ -1,7 +1,7 @@
-"""What the coordinator knows: versions, flow and workers; ``coordinator/recovery.py`` rebuilds it. Pure.
+"""The coordinator's state: versions, flow and workers; ``coordinator/recovery.py`` rebuilds it. Pure.
 
-The end of a run holds until newer weights are announced behind it: then the run was continued. Both messages survive
-compaction, and their order on the topic is the order of the announcements.
+A run counts as finished until newer weights are announced after its end: then the run was continued. Both messages
+survive compaction, and their order on the topic is the order of the announcements.
 
 Invariants of the version ledger:
 - announced_versions_only_grow: an announcement is newer, by (lineage, number), than every earlier one;
@@ -30,16 +30,16 @@ FlowMode = Literal["run", "pause", "drain"]
 
 _MODE_AFTER: dict[str, FlowMode] = {"pause": "pause", "resume": "run", "drain": "drain"}
 ACTIONS = frozenset({"drain_worker", *_MODE_AFTER})
-"""Of an operator's commands, those that the coordinator decides by itself."""
+"""The operator commands that the coordinator itself decides; the others are about policies."""
 
 
 @dataclass
 class CoordinatorState:
-    """The state behind the control topic.
+    """The state that the control topic gives.
 
-    ``relays``: what the last announcement of weights named; None before the first. ``last_command``: offset of the last
-    operator command that a message on the topic carried out, -1 before the first. ``next_sequence``: number of the next
-    control message.
+    ``relays``: relays named in the last announcement of weights; None before the first. ``last_command``: offset of the
+    last operator command that a message on the topic carried out, -1 before the first. ``next_sequence``: number of the
+    next control message.
     """
 
     ledger: "VersionLedger"
@@ -67,31 +67,31 @@ class CoordinatorState:
                 self.finished = True
             case WorkerClaimed():
                 self.claims[message.worker_id] = message.incarnation
-        # Every kind of message that carries a command out names the command's offset.
+        # Every message that carries out a command names the command's offset.
         self.last_command = max(self.last_command, getattr(message, "command_offset", -1))
-        # Compaction removes messages, never the order: the largest number that is left is the last one given.
+        # Compaction removes messages but keeps their order and the last one: the largest number left is the last given.
         self.next_sequence = max(self.next_sequence, message.sequence + 1)
 
     def take_number(self) -> int:
-        """A number for a control message that is about to be published."""
+        """Take the number for the next control message."""
         self.next_sequence += 1
         return self.next_sequence - 1
 
     def forget_claim(self, worker: str) -> None:
-        """The claim of this worker's id is to be announced again."""
+        """Have the claim on this worker's id announced again."""
         self.claims.pop(worker, None)
 
 
 @dataclass
 class VersionLedger:
-    """Reported and announced versions of one policy; a report has the version that is announced."""
+    """Reported and announced versions of one policy. Reports carry the versions as they are announced."""
 
     announced: PolicyVersion | None = None
     latest: StepReport | None = None
 
     def observe_report(self, report: StepReport) -> bool:
-        """Note a step; true if it exported weights that are newer than every other's."""
-        # Without a checksum no weights were exported at this step, so there is nothing to announce.
+        """Note a step; returns whether it exported weights newer than all others."""
+        # No checksum means that this step exported no weights: there is nothing to announce.
         if report.manifest_sha256 is None:
             return False
         if self.latest is not None and report.version <= self.latest.version:
@@ -100,15 +100,15 @@ class VersionLedger:
         return True
 
     def is_newest(self, report: StepReport) -> bool:
-        """Whether no newer weights than this report's are known."""
+        """Whether no weights newer than this report's are known."""
         return self.latest is None or report.version >= self.latest.version
 
     def forget_reports(self) -> None:
-        """Reports of another trainer are to follow, above all that was announced."""
+        """Forget all reports: another trainer's follow, with versions above all announced ones."""
         self.latest = None
 
     def observe_announcement(self, message: AnnouncedWeights) -> bool:
-        """Note an announcement, our own or one found on the control topic; true if it is newer than all others."""
+        """Note an announcement, our own or one from the control topic; returns whether it is newer than all others."""
         # Versions are tuples, (lineage, number): 2-101 is above 1-105, whose steps a crash undid.
         if self.announced is not None and message.version <= self.announced:
             return False
@@ -116,7 +116,7 @@ class VersionLedger:
         return True
 
     def to_announce(self) -> StepReport | None:
-        """The report whose weights should be announced now, or none."""
+        """The report whose weights must be announced now, or None."""
         if self.latest is None or (self.announced is not None and self.latest.version <= self.announced):
             return None
         return self.latest
@@ -124,7 +124,7 @@ class VersionLedger:
 
 @dataclass(frozen=True)
 class FlowDecision:
-    """Set the flow of everyone (``mode``), or let one worker leave (``drain_worker``)."""
+    """Set the flow of all workers (``mode``), or let one worker leave (``drain_worker``)."""
 
     mode: FlowMode | None = None
     drain_worker: str | None = None
@@ -132,11 +132,11 @@ class FlowDecision:
 
 
 def decide(command: OperatorCommand, current: FlowMode, finished: bool) -> FlowDecision | None:
-    """What one of ``ACTIONS`` leads to, or none: a finished or draining run cannot be paused or resumed."""
+    """The effect of a command in ``ACTIONS``, or None: a finished or draining run cannot be paused or resumed."""
     if command.action == "drain_worker":
         return FlowDecision(drain_worker=command.worker_id, reason=command.reason) if command.worker_id else None
     mode = _MODE_AFTER[command.action]
-    # Draining has no way back: workers have left by now.
+    # Draining cannot be undone: workers may have left.
     if finished or current == "drain" or mode == current:
         return None
     return FlowDecision(mode=mode, reason=command.reason)
@@ -152,10 +152,10 @@ class Liveness(StrEnum):
 
 
 class Membership(LastBeats[Heartbeat]):
-    """Workers by id; see ``schemas/liveness.py``."""
+    """The last heartbeat of each worker, by id; see ``schemas/liveness.py``."""
 
     def hear(self, heartbeat: Heartbeat, now: float) -> Liveness | None:
-        """Note a heartbeat; the worker's new liveness if it changed, else none."""
+        """Note a heartbeat; the worker's new liveness if it changed, else None."""
         before = self.liveness(heartbeat.worker_id, now)
         if not self.observe(heartbeat.worker_id, heartbeat, now):
             return None
@@ -163,15 +163,15 @@ class Membership(LastBeats[Heartbeat]):
         return after if after != before else None
 
     def holders(self) -> dict[str, str]:
-        """The incarnation that holds each worker id, of those that have not left."""
+        """The incarnation that holds each worker id, without workers that have left."""
         return {worker: beat.incarnation for worker, beat in self if beat.state is not WorkerState.STOPPED}
 
     def liveness(self, worker_id: str, now: float) -> Liveness | None:
-        """The liveness of a worker at a time, or none if it was never heard of."""
+        """The liveness of a worker at a time; None if it never sent a heartbeat."""
         beat = self.get(worker_id)
         if beat is None:
             return None
-        # Before the time-out: a worker that said that it leaves is silent for good, and not lost.
+        # Checked before the time-out: a worker that announced its leave stays silent and is not lost.
         if beat.state is WorkerState.STOPPED:
             return Liveness.LEFT
         if self.is_silent(worker_id, now):
@@ -179,5 +179,5 @@ class Membership(LastBeats[Heartbeat]):
         return Liveness.DRAINING if beat.state is WorkerState.DRAINING else Liveness.ALIVE
 
     def with_liveness(self, liveness: Liveness, now: float) -> list[str]:
-        """Ids of the workers of that liveness, sorted."""
+        """Sorted ids of the workers with that liveness."""
         return sorted(worker for worker, _ in self if self.liveness(worker, now) is liveness)

@@ -1,5 +1,5 @@
-"""Several policies on one stream: trainers beside the served one, which of them is served, and who samples for each.
+"""Several policies on one stream: further trainers, which policy is served, and which workers sample for each.
 
-Trainer, coordinator and dispatcher ask about policies at ports of their own, whose defaults know one; what is here
-answers for several, and ``role.py`` says so.
+Trainer, coordinator and dispatcher ask about policies through ports whose defaults know one policy. This folder has the
+answers for several; ``role.py`` registers them.
 """

@@ -1,10 +1,11 @@
-"""Keeps a split: deals workers to its arms as they come and go, and announces the weights of each arm.
+"""Keeps a split: assigns workers to its arms as workers come and go, and announces the weights of each arm.
 
-What is wanted is on the control topic (``PolicySplit``), so a coordinator that is killed leaves it to its successor.
+The wanted split is on the control topic (``PolicySplit``), so a killed coordinator leaves it to its successor.
 
 Invariants:
-- an_arm_that_is_gone_gives_its_share_back: once its instance is detached, has taken its last step or is served itself;
-- an_arm_s_weights_only_grow: by (lineage, number), as those of the served policy do.
+- a_removed_arm_returns_its_share: an arm loses its share when its instance is detached, has taken its last step or
+  becomes the served policy;
+- an_arm_s_weights_only_grow: an arm's versions grow by (lineage, number), as those of the served policy do.
 """
 
 import asyncio
@@ -29,18 +30,18 @@ log = structlog.get_logger()
 CLIENT_ID = "coordinator-arms"
 POLL_S = 0.5
 RETRY_S = 1.0
-"""Until an instance's topics are looked for again."""
+"""Seconds before missing topics of an instance are looked for again."""
 RELAYS_AGAIN_S = 5.0
-"""Between two announcements of the same weights at other relays."""
+"""Seconds between two announcements of the same weights at other relays."""
 
 
 @dataclass
 class SplitKeeper:
     """Keeps the split that was ordered last.
 
-    ``instances``: the trainers beside the served one, by name; ``served``: which policy is served. ``weights``: those
-    announced last of each arm; ``_announced_at``: when they were named, on the coordinator's clock. ``_ledgers``: of
-    the arms whose steps are read.
+    ``instances``: the trainers besides the run's own, by name. ``served``: gives the served policy. ``weights``: the
+    last announcement of each arm; ``_announced_at``: when that was, in seconds of the coordinator's clock.
+    ``_ledgers``: the versions of the arms whose steps are read.
     """
 
     context: CoordinatorContext
@@ -54,7 +55,7 @@ class SplitKeeper:
 
     @property
     def shares(self) -> dict[str, float]:
-        """By arm; none without a split."""
+        """The share of each arm; empty without a split."""
         return {} if self.split is None else self.split.shares
 
     def observe(self, message: Control) -> None:
@@ -66,17 +67,17 @@ class SplitKeeper:
                 self.weights[message.policy] = message
 
     async def order(self, command: OperatorCommand, offset: int) -> None:
-        """Carry out an operator's command."""
+        """Carry out an operator's command to split."""
         wanted = decide_split(command, self.instances, self.served(), self.shares)
         if wanted is None or self.context.state.finished:
             log.warning("command changes nothing", action=command.action, shares=dict(self.shares))
             return
         for arm in wanted.shares.keys() - self.shares.keys():
-            self._ledgers.pop(arm, None)  # it may have ended in an earlier split, and goes on now
+            self._ledgers.pop(arm, None)  # the arm may have ended in an earlier split, and continues now
         await self._announce(wanted.shares, wanted.reason, offset)
 
     async def settle(self) -> None:
-        """Give back the shares of arms that are gone, and deal the workers that are there now."""
+        """Remove arms that are gone, and assign the living workers to the others."""
         split = self.split
         if split is None or not split.arms:
             return
@@ -92,8 +93,8 @@ class SplitKeeper:
     async def _announce(self, shares: Mapping[str, float], reason: str, command_offset: int = -1) -> None:
         dealt = deal_workers(shares, self.context.workers(), {} if self.split is None else self.split.workers)
         arms = tuple(ArmShare(policy=policy, share=share) for policy, share in shares.items())
-        about = {"arms": arms, "workers": dealt, "reason": reason, "command_offset": command_offset}
-        self.observe(await self.context.announcer.announce(PolicySplit, **about))
+        fields = {"arms": arms, "workers": dealt, "reason": reason, "command_offset": command_offset}
+        self.observe(await self.context.announcer.announce(PolicySplit, **fields))
         self._changed.set()
         log.info("groups are split", shares=dict(shares), workers=dealt)
 
@@ -102,7 +103,7 @@ class SplitKeeper:
 
         Consumes: steps of each arm's policy, from the beginning. Produces: control (arm weights).
         Waits for: a split; then the trainers of its arms.
-        On failure: topics that are not there are looked for again; raises to ``run`` otherwise.
+        On failure: looks for missing topics again after a pause; raises other errors to ``run``.
         On stop: returns within one poll.
         """
         while not stop.is_set():
@@ -113,7 +114,7 @@ class SplitKeeper:
                 await happens_within(self._changed, POLL_S)
 
     async def _follow(self, arms: tuple[str, ...], stop: asyncio.Event) -> None:
-        """As long as these are the arms."""
+        """Announce the weights of these arms, as long as they are the split's."""
         topics = {STEPS.full_name(scope_of(self.context.run, arm)): arm for arm in arms}
         try:
             steps = await self.context.bus.subscribe(list(topics), client_id=CLIENT_ID, start="earliest")
@@ -121,7 +122,7 @@ class SplitKeeper:
             log.warning("steps of an arm cannot be read", arms=arms, error=str(error))
             await asyncio.sleep(RETRY_S)
             return
-        self._ledgers.clear()  # all that is there is read again
+        self._ledgers.clear()  # all steps are read again
         try:
             await self._read(steps, topics, stop)
         finally:
@@ -138,10 +139,10 @@ class SplitKeeper:
         while not stop.is_set() and set(self.shares) == arms:
             for record in await steps.poll(timeout_s=POLL_S):
                 report = message_of(record, warn=True)
-                # What it exported while it was served lies in the run's own store, under served versions.
+                # Weights exported while the policy was served are in the run's own store, under served versions.
                 if isinstance(report, StepReport) and report.served_as is None:
                     self._ledger_of(topics[record.topic]).observe_report(report)
-            # Of all that was there only the newest is announced.
+            # Only after reading up to the end: of several versions only the newest is announced.
             if all(at >= ends[tp] for tp, at in (await steps.positions()).items()):
                 for arm in sorted(arms & set(self.shares)):
                     await self._announce_weights(arm)

@@ -1,8 +1,8 @@
-"""What a run's control says of one policy, and how its trainer stands to the stream by that. Waits for nothing.
+"""The state of one policy by a run's control topic, and how its trainer counts the age of trajectories. Never waits.
 
-The own versions of a policy that is not served say nothing of how old a trajectory is, since other weights sampled it.
-So age is counted in *served* versions: optimizer steps of the served policy between the oldest weights that sampled a
-token and those that are announced now. Ingest asks for it for each record.
+A policy that is not served cannot count a trajectory's age in its own versions, since other weights sampled it. So age
+is counted in *served* versions: optimizer steps of the served policy between the oldest weights that sampled a token
+and the newest announced ones. Ingest asks for the age of each record.
 """
 
 from collections.abc import Callable
@@ -21,32 +21,34 @@ log = structlog.get_logger()
 
 NOTHING_SERVED = PolicyVersion(0, 0)
 ANY_STEP = 1 << 62
-"""Due steps and ages are in the served policy's numbers: without a bound, none of them is too far."""
+"""Stands for no bound: due steps and ages are in the served policy's numbers, and none is larger than this."""
 
 
 @dataclass(frozen=True)
 class Promoted:
-    """This policy is served, and was not from the run's beginning. ``since``: the newest version before it was;
-    ``shift``: what its own numbers lack to be served ones; None: its next lineage begins one above ``since``.
+    """A policy that is served now, but was not at the run's start.
+
+    ``since``: the newest version before the promotion. ``shift``: served version number minus own number; None: not
+    fixed yet, the policy's next lineage starts one above ``since``.
     """
 
     since: PolicyVersion
     shift: int | None = None
 
     def shift_at(self, step: int) -> int:
-        """The shift of a lineage that begins at this step of its own."""
+        """The shift of a lineage that starts at this step of the policy's own."""
         return self.since.number + 1 - step if self.shift is None else self.shift
 
 
 @dataclass
 class Attachment:
-    """What control has said so far. ``policy``: the name of the policy whose trainer asks.
+    """The state that the control topic gives so far. ``policy``: the name of the policy whose trainer asks.
 
-    ``begin``: where its reader starts without a checkpoint, as ``ingest.attach_from`` says it. ``newest``: the newest
-    weights that are announced to workers, with the ``promotion`` in their announcement. ``run_id``: of the run, once
-    known. ``mode``: what an operator asked of the instance last: ``run``, ``pause`` or ``detached``; empty: nothing.
-    ``run_is_over``: no more trajectories come. ``served``: the last word on which policy is served; None: it has always
-    been the run's own.
+    ``begin``: where its reader starts without a checkpoint, in the form of ``ingest.attach_from``. ``newest``: the
+    newest weights announced to workers; ``promotion``: from the same announcement. ``run_id``: empty until known.
+    ``mode``: an operator's last wish for the instance: ``run``, ``pause`` or ``detached``; empty: none.
+    ``run_is_over``: no more trajectories come. ``served``: the last message on which policy is served; None: it was
+    always the run's own.
     """
 
     policy: str
@@ -59,7 +61,7 @@ class Attachment:
     served: Served | None = None
 
     def hear(self, message: Message | None) -> None:
-        """Take in the next message of control."""
+        """Take the next message of the control topic into account."""
         match message:
             case InstanceState(policy=self.policy):
                 self.mode = message.mode
@@ -77,7 +79,7 @@ class Attachment:
 
     @property
     def is_own(self) -> bool:
-        """Whether this is the policy that the run began with."""
+        """Whether this is the policy that the run started with."""
         return self.policy == SERVED_POLICY
 
     @property
@@ -87,19 +89,19 @@ class Attachment:
 
     @property
     def place(self) -> tuple[bool, PolicyVersion | None]:
-        """Whether the policy is served, and since when. A trainer begins a new lineage when this changes."""
+        """Whether the policy is served, and since which version. A trainer starts a new lineage when this changes."""
         return self.is_served, self.served.since if self.is_served and self.served is not None else None
 
     def standing(self, max_served_age: int | None) -> Standing:
-        """How the trainer stands to the stream by what control says now; for one lineage.
+        """The trainer's ``Standing``, by the current state of control; it is valid for one lineage.
 
-        ``max_served_age``: the bound of ages in served versions, while the policy is not served; None: no bound.
+        ``max_served_age``: the largest age in served versions, while the policy is not served; None: no bound.
         """
         served, promotion, promoted = self.served, self.promotion, None
         if served is None and self.is_own:
             return OwnStream()
         if served is not None and self.is_served:
-            # Its numbers go on as they were announced, also after a restart.
+            # The policy's numbers continue as announced, also after a restart.
             is_known = promotion is not None and (promotion.policy, promotion.since) == (served.policy, served.since)
             promoted = Promoted(served.since, promotion.shift if promotion is not None and is_known else None)
         return SharedStream(self, promoted, ANY_STEP if max_served_age is None else max_served_age)
@@ -107,9 +109,9 @@ class Attachment:
 
 @dataclass(frozen=True)
 class SharedStream:
-    """``Standing`` of a trainer whose stream other policies sample or have sampled.
+    """``Standing`` of a trainer whose stream other policies sample, or have sampled.
 
-    ``attachment`` changes while the lineage lasts, and ages with it; ``promoted`` does not: None: another policy is
+    During a lineage ``attachment`` changes, and ages with it. ``promoted`` stays the same; None: another policy is
     served.
     """
 
@@ -124,28 +126,28 @@ class SharedStream:
 
     @property
     def above_lineage(self) -> int:
-        """A promoted policy's weights are to win over all that were announced before it was served."""
+        """The lineage to exceed: a promoted policy's weights must win over all those announced before its promotion."""
         return 0 if self.promoted is None else self.promoted.since.lineage
 
     def orphans_through(self, identity: RunIdentity) -> int:
-        """Lineages of the run's own policy; an instance's identity says nothing of those that sampled the stream."""
+        """The last orphaned lineage; 0 for an instance, whose identity does not know the lineages of the stream."""
         return identity.orphans_through if self.attachment.is_own else 0
 
     def shift_at(self, step: int) -> int | None:
-        """A promoted policy's weights go on in the numbers of those that were served before."""
+        """The shift with which a promoted policy's versions continue the served numbers; None if not promoted."""
         return None if self.promoted is None else self.promoted.shift_at(step)
 
     def versions(self, own: Callable[[], PolicyVersion], max_age: int) -> CountedVersions:
-        """The served ones."""
+        """Ages counted in served versions."""
         return ServedVersions(self.attachment, self.promoted, own, max_age, self.max_served_age)
 
 
 @dataclass(frozen=True)
 class ServedVersions:
-    """Ages in served versions, for a trainer that joined a stream which another policy's weights sample; or, once it is
-    ``promoted``, in its own versions by the numbers under which they are served: ``own``.
+    """Counts ages in served versions, for a trainer that joined a stream that another policy samples.
 
-    ``max_own_age``, ``max_served_age``: the bound while it is served, and while it is not.
+    Once the policy is ``promoted``, ages are counted in its own versions, under their served numbers: ``own``.
+    ``max_own_age``, ``max_served_age``: the largest age while the policy is served, and while it is not.
     """
 
     attachment: Attachment
@@ -163,7 +165,7 @@ class ServedVersions:
 
     @property
     def max_age(self) -> int:
-        """The bound in served versions; once this policy is promoted, in its own steps."""
+        """The largest age in served versions; once this policy is promoted, in its own steps."""
         return self.max_served_age if self.promoted is None else self.max_own_age
 
     @property
@@ -173,26 +175,26 @@ class ServedVersions:
 
     @property
     def next_step(self) -> int:
-        """Due steps are the served policy's: a trainer that is not served takes what is whole."""
+        """The step whose groups may be taken. Due steps are the served policy's; others take any whole group."""
         return ANY_STEP if self.promoted is None else self.own().number + 1
 
     @property
     def moves_alone(self) -> bool:
-        """The served policy does not wait for a trainer that is not served."""
+        """Whether the stream moves on without this trainer: it never waits for a trainer that is not served."""
         return self.promoted is None
 
     @property
     def begin(self) -> str:
-        """As the operator asked."""
+        """Where reading starts without a checkpoint, as the operator asked."""
         return self.attachment.begin
 
     @property
     def is_paused(self) -> bool:
-        """An operator paused the instance."""
+        """Whether an operator paused the instance."""
         return self.attachment.mode == "pause"
 
     def is_of_others(self, trajectory: Trajectory) -> bool:
-        """An arm of a split sampled it, or weights that were served before this policy was."""
+        """Whether another policy sampled the trajectory: an arm of a split, or a policy served before this one."""
         if trajectory.policy:
             return trajectory.policy != self.attachment.policy
         return self.promoted is None or trajectory.newest_version <= self.promoted.since

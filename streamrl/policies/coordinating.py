@@ -1,6 +1,6 @@
-"""The coordinator's answers where several policies share its stream; see ``coordinator/policies.py``.
+"""The coordinator's answers if several policies share its stream; see ``coordinator/policies.py``.
 
-All of it is on the control topic: which instances of the trainer are attached (``InstanceState``), which policy is
+All state is on the control topic: which instances of the trainer are attached (``InstanceState``), which policy is
 served (``Served``, and the ``Promotion`` in announced weights) and the split (``PolicySplit``; see ``arms``).
 """
 
@@ -30,8 +30,10 @@ _MODE_AFTER: dict[str, InstanceMode] = {
 
 @dataclass
 class SeveralPolicyControl:
-    """``instances``: the trainers beside the served one, by name. ``served``: which one it is, if another was promoted;
-    ``promotion``: what was announced of its weights, None before the first.
+    """``PolicyControl`` for several policies.
+
+    ``instances``: the trainers besides the run's own, by name. ``served``: the promotion of the served policy; None: it
+    is the run's own. ``promotion``: from the first announcement of the promoted policy's weights; None before.
     """
 
     context: CoordinatorContext
@@ -55,16 +57,16 @@ class SeveralPolicyControl:
                 self.instances[message.policy] = message
             case Served():
                 self.served = message
-                # What was announced of the policy that was served before is not said of this one.
-                is_of_it = self.promotion is not None and self.promotion.since == message.since
-                self.promotion = self.promotion if is_of_it else None
+                # An announcement of the policy served before does not apply to this one.
+                is_same = self.promotion is not None and self.promotion.since == message.since
+                self.promotion = self.promotion if is_same else None
             case WeightsReady():
                 self.promotion = message.promotion
             case _:
                 self.splits.observe(message)
 
     def as_announced(self, report: StepReport) -> StepReport | None:
-        """See ``PolicyControl``: of a promoted policy, only reports that bear a later served version count."""
+        """See ``PolicyControl``: for a promoted policy, only reports with a later served version count."""
         if self.served is None:
             return report
         version = report.served_as
@@ -108,7 +110,7 @@ class SeveralPolicyControl:
 
     async def _promote(self, command: OperatorCommand, offset: int) -> None:
         context, state = self.context, self.context.state
-        # Nothing is announced between the look at the newest weights and the word that nothing follows them.
+        # The lock: no weights may be announced between reading the newest version and announcing the promotion.
         async with context.announcing:
             since = state.ledger.announced
             policy = decide_promotion(command, self.instances, self.followed.policy, since)
@@ -118,8 +120,8 @@ class SeveralPolicyControl:
             if policy is None or since is None or is_last:
                 log.warning("command changes nothing", action=command.action, policy=command.policy)
                 return
-            about = {"policy": policy, "since": since, "reason": command.reason, "command_offset": offset}
-            self.observe(await context.announcer.announce(Served, **about))
+            fields = {"policy": policy, "since": since, "reason": command.reason, "command_offset": offset}
+            self.observe(await context.announcer.announce(Served, **fields))
             state.ledger.forget_reports()
         log.info("another policy is served", policy=policy, since=str(since))
 
@@ -129,18 +131,19 @@ class SeveralPolicyControl:
         if mode is None:
             log.warning("command changes nothing", action=command.action, instance=policy)
             return
-        # Only who attaches it says what it trains with.
+        # Only `attach` names the algorithm.
         algorithm = (command.algorithm or "") if command.action == "attach" else known[policy].algorithm
-        about = {"policy": policy, "algorithm": algorithm, "mode": mode, "reason": command.reason}
-        self.observe(await self.context.announcer.announce(InstanceState, **about, command_offset=offset))
+        fields = {"policy": policy, "algorithm": algorithm, "mode": mode, "reason": command.reason}
+        self.observe(await self.context.announcer.announce(InstanceState, **fields, command_offset=offset))
         log.info("instance", policy=policy, mode=mode)
 
 
 def decide_promotion(
     command: OperatorCommand, known: Mapping[str, InstanceState], served: str, announced: PolicyVersion | None
 ) -> str | None:
-    """The policy that is to be served now, or none: it is already, is not attached or is paused, or nothing is served
-    yet that it could take the place of.
+    """The policy to serve from now on.
+
+    None if it is served already, not attached or paused, or if no weights were announced yet.
     """
     policy, instance = command.policy or "", known.get(command.policy or "")
     is_there = policy == SERVED_POLICY or (instance is not None and instance.mode == "run")
@@ -150,11 +153,10 @@ def decide_promotion(
 def decide_instance(
     command: OperatorCommand, known: Mapping[str, InstanceState], served: str = SERVED_POLICY
 ) -> InstanceMode | None:
-    """What the instance that a command is about shall do, or none: it is as it should be, or unknown.
+    """The new mode of the instance that a command names; None if nothing changes or the instance is unknown.
 
-    The one that is served is neither paused nor detached: workers would wait for its weights.
-
-    An instance that is attached again while it is paused stays paused: what a person asked for outlives a restart.
+    The served policy cannot be paused or detached: workers would wait for its weights. A paused instance that is
+    attached again stays paused: an operator's wish survives a restart.
     """
     mode, now = _MODE_AFTER[command.action], known.get(command.policy or "")
     if not command.policy:

@@ -1,10 +1,10 @@
-"""The dispatcher's answers where several policies share its stream; see ``producers/dispatch/policies.py``.
+"""The dispatcher's answers if several policies share its stream; see ``producers/dispatch/policies.py``. Pure.
 
-The trainer of the policy that is served ends groups. One that was promoted counts its steps in numbers of its own. With
-a split, the workers of other policies sample a share of the groups.
+The trainer of the served policy ends groups. A promoted policy's trainer counts steps in its own numbers. With a split,
+workers of other policies sample a share of the groups.
 
-Invariant numbers_go_on: reports of a promoted policy's trainer are read in the numbers of served versions. Orders,
-workers and admission count in those, so a promotion looks like a trainer that was started again. Pure.
+Invariant served_numbers_continue: reports of a promoted policy's trainer are converted to served version numbers.
+Orders, workers and admission use those numbers, so a promotion looks like a restarted trainer.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,7 +19,10 @@ from streamrl.schemas.trajectories import WorkOrder
 
 @dataclass
 class SeveralPolicyDispatch:
-    """``promotion``: of the weights that were announced last; ``served``: whose follow; ``split``: the last ordered."""
+    """``PolicyDispatch`` for several policies.
+
+    ``promotion``: from the last announced weights. ``served``: the last promotion ordered. ``split``: the last one.
+    """
 
     promotion: Promotion | None = None
     served: Served | None = None
@@ -29,7 +32,7 @@ class SeveralPolicyDispatch:
         """See ``PolicyDispatch``."""
         match message:
             case WeightsReady() if message.promotion != self.promotion:
-                # Its trainer ends groups from now on, and it has consumed others.
+                # The promoted policy's trainer ends groups from now on, and it has consumed different ones.
                 self.promotion = message.promotion
                 return True
             case Served():
@@ -54,7 +57,7 @@ class SeveralPolicyDispatch:
         if self.promotion is None:
             return row
         lineage, step = self.promotion.version_of(PolicyVersion(row.lineage, row.step))
-        # Not validated: numbers below 0 are of this view.
+        # Not validated: in served numbers, early steps may be below 0.
         return row.model_copy(update={"lineage": lineage, "step": step})
 
     def announced_number(self, step: int) -> int:
@@ -62,39 +65,39 @@ class SeveralPolicyDispatch:
         return step + (0 if self.promotion is None else self.promotion.shift)
 
     def own_step(self, number: int) -> int | None:
-        """See ``PolicyDispatch``: up to the promotion, versions are other trainers'."""
+        """See ``PolicyDispatch``: versions up to the promotion are other trainers'."""
         if (promotion := self.promotion) is None:
             return number
         return number - promotion.shift if number > promotion.since.number else None
 
     def is_never_read(self, row: SkipRecord) -> bool:
-        """See ``PolicyDispatch``: what was there before an instance was attached."""
+        """See ``PolicyDispatch``: trajectories from before an instance was attached."""
         return row.reason is SkipReason.BEFORE_ATTACH
 
     @property
     def trained(self) -> str:
-        """See ``PolicyDispatch``: the one that is served."""
+        """See ``PolicyDispatch``: the served policy."""
         return SERVED_POLICY if self.served is None else self.served.policy
 
     def trainer_in(self, message: Control) -> str | None:
-        """See ``PolicyDispatch``: an instance, a detached one too, since it may come back."""
+        """See ``PolicyDispatch``: an instance, even a detached one, since it may come back."""
         return message.policy if isinstance(message, InstanceState) else None
 
     def ends_run(self, report: StepReport) -> bool:
-        """See ``PolicyDispatch``: not what it ended with before it was served."""
+        """See ``PolicyDispatch``: an end from before the policy was served does not count."""
         if not report.finished or self.served is None:
             return report.finished
         return report.served_as is not None and report.served_as > self.served.since
 
     @property
     def left_after(self) -> PolicyVersion | None:
-        """See ``PolicyDispatch``: another policy is served, and no weights of it are announced yet."""
+        """See ``PolicyDispatch``: not None while a newly served policy has no announced weights yet."""
         since = None if self.promotion is None else self.promotion.since
         return None if self.served is None or self.served.since == since else self.served.since
 
     @property
     def shares(self) -> Mapping[str, float]:
-        """See ``PolicyDispatch``: those of the split."""
+        """See ``PolicyDispatch``: the split's shares."""
         return {} if self.split is None else self.split.shares
 
     def sampling(self, group_id: str, there: Collection[str]) -> str:
@@ -107,10 +110,10 @@ class SeveralPolicyDispatch:
 
 
 def sampling_arm(group_id: str, shares: Mapping[str, float], there: Collection[str]) -> str:
-    """Which policy's workers sample a group that has no order yet; ``there``: those that have workers.
+    """The policy whose workers sample a group that has no order yet. ``there``: the policies that have workers.
 
-    Its arm's, by the group's name. While that arm has no worker, the served policy's sample it: a group that is held
-    back would hold back all behind it. If the served policy has none either, any arm's do.
+    The group's name decides its arm. While that arm has no worker, the served policy's workers sample the group, since
+    a waiting group would hold up all later ones. If the served policy has no worker either, any arm's sample it.
     """
     arm = arm_of(group_id, shares)
     if arm in there or not shares:
@@ -119,8 +122,8 @@ def sampling_arm(group_id: str, shares: Mapping[str, float], there: Collection[s
 
 
 def continuing_arm(order: WorkOrder, shares: Mapping[str, float], there: Collection[str]) -> str:
-    """Which policy's workers sample what is missing of a group: those that began, as long as some are there.
+    """The policy whose workers sample the missing part of a group: the one that started it, while it has workers.
 
-    Else what was sampled and what comes are of two policies; each trajectory says its own.
+    Otherwise the group has samples of two policies; each trajectory names its own.
     """
     return order.policy if order.policy in there else sampling_arm(order.group_id, shares, there)

@@ -1,7 +1,8 @@
-"""`streamrl attach` and what is asked of attached instances afterwards: settings of one, its topics, a word for it.
+"""`streamrl attach`, the later commands for attached instances, and their status.
 
-An instance is a trainer beside the run's own one, under a name. Its settings are the run's, with another algorithm and
-whatever else is given; they are kept in its directory, so that the same command without them goes on with it.
+An instance is a named trainer next to the run's own one. Its settings are the run's, with another algorithm and other
+changes from the command line. They are stored in the instance's directory, so that a later `attach` need not repeat
+them.
 """
 
 import asyncio
@@ -44,8 +45,10 @@ SERVED_ALONE = frozenset({"sampling", "staleness_cap", "passed_over", "priority"
 
 @dataclass(frozen=True)
 class AttachRequest:
-    """What is to be attached. ``algorithm`` and ``begin`` None: as before, or as the run has them. ``begin``: see
-    ``place_in_the_stream``. ``changes``: ``section.key=value``.
+    """The instance to attach.
+
+    ``algorithm`` and ``begin``: None for the values of the last time, or the run's. ``begin``: see
+    ``place_in_the_stream``. ``changes``: settings as ``section.key=value``.
     """
 
     name: str
@@ -55,12 +58,12 @@ class AttachRequest:
 
 
 def attach(run: Path, servers: str | None, request: AttachRequest, *, adopt: bool = False) -> int:
-    """Attach an instance to a run that is under way, and keep its trainer alive until it ends; the exit code.
+    """Attach an instance to a running run, and keep its trainer alive until it ends; returns the exit code.
 
     Raises:
-        UserError: there is no such run, it is not under way, the settings are wrong, or another command keeps a trainer
-            of that name alive.
-        StreamRLError: its trainer could not be kept alive.
+        UserError: the run does not exist or is not running, a setting is wrong, or another command keeps a trainer with
+            that name alive.
+        StreamRLError: the trainer could not be kept alive.
     """
     configure_logging()
     connection = asyncio.run(connect(run, "", servers).with_run())
@@ -73,23 +76,24 @@ def attach(run: Path, servers: str | None, request: AttachRequest, *, adopt: boo
 async def _keep_attached(connection: RunConnection, settings: Settings, *, adopt: bool) -> int:
     run, copies = settings.run, settings.kafka.replication_factor
     await apply_topics(connection.address, scope_of(run.name, run.instance), 1, copies, connection.kafka)
-    # Before anything is written: the settings in the directory are those of the trainer that is at work.
+    # The name comes before any write: the settings in the directory may be those of a running trainer.
     async with NameHolder(KafkaBus(connection.kafka), run.name, run.instance).holding():
         keep_settings(settings)
-        about = {"policy": run.instance, "algorithm": settings.algorithm.name}
+        fields = {"policy": run.instance, "algorithm": settings.algorithm.name}
         attached_at = await in_thread(
-            partial(send_command, connection.kafka, connection.run, "attach", "operator", **about)
+            partial(send_command, connection.kafka, connection.run, "attach", "operator", **fields)
         )
-        found = settings.model_copy(update={"kafka": connection.kafka})
-        return await keep_trainer_alive(found, attached_at, adopt=adopt)
+        connected = settings.model_copy(update={"kafka": connection.kafka})
+        return await keep_trainer_alive(connected, attached_at, adopt=adopt)
 
 
 async def place_in_the_stream(text: str, connection: RunConnection, run: Path) -> str:
-    """The value of ``ingest.attach_from`` for ``now``, ``beginning``, an offset of every partition, offsets by
-    partition, or a time, of which the broker is asked.
+    """The value of ``ingest.attach_from`` for ``now``, ``beginning``, offsets or a time.
+
+    Offsets are one number for every partition, or one each. For a time, the broker gives the offsets.
 
     Raises:
-        UserError: it is none of these.
+        UserError: ``text`` is none of these.
     """
     if text in ("now", "beginning") or "=" in text:
         return text
@@ -108,12 +112,14 @@ async def place_in_the_stream(text: str, connection: RunConnection, run: Path) -
 def _directory(run: Path) -> RunDirectory:
     directory = directory_of(run)
     if directory is None:
-        raise UserError(f"expected a run's directory, or its name under {RUNS}/, got {run}; attach where the run is")
+        raise UserError(
+            f"expected a run's directory, or its name under {RUNS}/, got {run}; attach on the machine of the run"
+        )
     return directory
 
 
 def instance_settings(connection: RunConnection, run: Path, request: AttachRequest) -> Settings:
-    """The settings of an instance's trainer, as its directory is to keep them.
+    """The settings of an instance's trainer, as its directory stores them.
 
     Raises:
         UserError: the run's directory is not here, or a setting is wrong.
@@ -123,7 +129,7 @@ def instance_settings(connection: RunConnection, run: Path, request: AttachReque
     own = RunDirectory(directory.path / INSTANCES / request.name)
     if request.name in (SERVED_POLICY, tree.get("algorithm", {}).get("name")):
         raise UserError(
-            f"expected a name that tells the instance from the run's own trainer, got {request.name!r}; for example "
+            f"expected an instance name that differs from the run's own trainer, got {request.name!r}; use for example "
             f"{request.name}-2"
         )
     if own.config.is_file():
@@ -131,13 +137,13 @@ def instance_settings(connection: RunConnection, run: Path, request: AttachReque
     elif location := tree.get("training", {}).get("checkpoint_location"):
         tree = merged(tree, {"training": {"checkpoint_location": instance_location(location, request.name)}})
     settings = load_settings(None, _arguments(request), _based_on(tree, directory, request), to_look=True)
-    # An address that was found may be another one the next time.
+    # The address found now may be different the next time, so it is not stored.
     address = {"bootstrap_servers": settings.kafka.bootstrap_servers}
     return settings.model_copy(update={"kafka": connection.kafka.model_copy(update=address)})
 
 
 def keep_settings(settings: Settings) -> None:
-    """Write an instance's settings into its directory, from which its trainer is started."""
+    """Write an instance's settings into its directory, from which its trainer reads them."""
     own = RunDirectory(settings.run.path)
     own.path.mkdir(parents=True, exist_ok=True)
     own.write_config(as_toml(settings))
@@ -145,12 +151,12 @@ def keep_settings(settings: Settings) -> None:
 
 def _based_on(tree: Tree, directory: RunDirectory, request: AttachRequest) -> Tree:
     if request.algorithm is not None and tree.get("algorithm", {}).get("name") != request.algorithm:
-        # Every value of the former algorithm stands in a resolved file: those of the new one's preset are wanted.
+        # The file has every value of the former algorithm. Without them, the new algorithm's preset applies.
         tree = {name: section for name, section in tree.items() if name != "algorithm"}
-    # What the served trainer takes first is its own affair.
+    # The order in which the served trainer takes groups is not the instance's.
     ingest = {key: value for key, value in tree.get("ingest", {}).items() if key not in SERVED_ALONE}
     tree = {**tree, "ingest": ingest} if ingest else {name: part for name, part in tree.items() if name != "ingest"}
-    # The directory may have been moved, or be named from elsewhere than the run was.
+    # The directory may have moved, or the path may be relative to another folder than when the run started.
     place = {"name": directory.path.name, "directory": str(directory.path.parent), "instance": request.name}
     return merged(tree, {"run": place})
 
@@ -167,24 +173,24 @@ def _arguments(request: AttachRequest) -> list[str]:
 
 
 def tell(run: Path | None, servers: str | None, action: OperatorAction, name: str, reason: str) -> str:
-    """Ask an attached instance to pause, go on, leave or be served; one line on what was asked.
+    """Ask an attached instance to pause, resume, leave or be served; returns one line on what was asked.
 
     Raises:
-        UserError: there is no such run, or no such instance in it.
+        UserError: the run does not exist, has no such instance, or the action is impossible.
     """
     connection = asyncio.run(connect(run, "", servers).with_run())
     known = {one.name: one for one in asyncio.run(read_instances(connection)) if one.mode != "detached"}
     if name not in known:
-        there = ", ".join(sorted(set(known) - {SERVED_POLICY})) or "none"
-        raise UserError(f"expected an instance attached to run {connection.run}, got {name!r}; there are: {there}")
+        others = ", ".join(sorted(set(known) - {SERVED_POLICY})) or "none"
+        raise UserError(f"expected an instance attached to run {connection.run}, got {name!r}; attached are: {others}")
     if action == "promote":
         _check_promotion(known[name])
     elif name == SERVED_POLICY:
-        raise UserError("expected an attached instance, got the run's own trainer: `streamrl pause` pauses the run")
+        raise UserError("expected an attached instance, got the run's own trainer; `streamrl pause` pauses the run")
     elif known[name].served and action in ("detach", "pause_instance"):
         raise UserError(
-            f"expected an instance that is not served, got {name!r}, whose weights the workers follow: promote another "
-            f"one first, as `streamrl promote {SERVED_POLICY} --run {connection.run}` does with the run's own"
+            f"expected an instance that is not served, got {name!r}, whose weights the workers follow; promote another "
+            f"policy first: `streamrl promote {SERVED_POLICY} --run {connection.run}` promotes the run's own"
         )
     send_command(connection.kafka, connection.run, action, reason, policy=name)
     return f"asked instance {name} of run {connection.run} at {connection.address}: {action.partition('_')[0]}"
@@ -192,23 +198,24 @@ def tell(run: Path | None, servers: str | None, action: OperatorAction, name: st
 
 def _check_promotion(instance: "InstanceStatus") -> None:
     if instance.served:
-        raise UserError(f"expected an instance that is not served, got {instance.name!r}, which is already")
+        raise UserError(f"expected an instance that is not served, got {instance.name!r}, which is served already")
     if instance.mode != "run" or not instance.alive:
-        got = "a paused one" if instance.mode == "pause" else "no sign of life"
+        got = "a paused one" if instance.mode == "pause" else "no heartbeat"
         raise UserError(
-            f"expected {instance.name!r} to be at work before workers follow it, got {got}; "
-            f"`streamrl algorithms resume {instance.name}` or `streamrl attach {instance.name}` lets it go on"
+            f"expected {instance.name!r} to be running before workers follow it, got {got}; "
+            f"start it with `streamrl algorithms resume {instance.name}` or `streamrl attach {instance.name}`"
         )
 
 
 @dataclass(frozen=True)
 class InstanceStatus:
-    """How one instance stands. ``mode``: what it was told; ``alive``: whether its sign of life came just now.
+    """The status of one instance.
 
-    ``version`` and ``step``: of its weights; ``reward``, ``age`` and ``lag``: of its last step, ``age`` in served
-    versions. None: it has taken none. ``share``: of the groups, that its weights sample; ``workers``: dealt to it, the
-    served policy has all others; ``sampled`` and ``sampled_reward``: how many of the newest trajectories it sampled,
-    and their mean reward; None: there is no split.
+    ``mode``: the mode that an operator set last. ``alive``: whether its last heartbeat is recent. ``version`` and
+    ``step`` are of its newest weights; ``reward``, ``age`` (in served versions) and ``lag`` of its last step. They are
+    None before its first step. ``share``: its share of the groups; ``workers``: number of its workers, while the served
+    policy has all others. ``sampled`` and ``sampled_reward``: how many of the newest trajectories its weights sampled,
+    and their mean reward. These four are None without a split.
     """
 
     name: str
@@ -227,12 +234,12 @@ class InstanceStatus:
     sampled_reward: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-safe form."""
+        """A dictionary for JSON."""
         return dict(self.__dict__)
 
 
 async def read_instances(connection: RunConnection) -> list[InstanceStatus]:
-    """The run's own trainer, and the instances that were ever attached to it.
+    """The status of the run's own trainer, and of all instances that were ever attached to the run.
 
     Raises:
         BusUnavailable: no broker answers.
@@ -243,7 +250,7 @@ async def read_instances(connection: RunConnection) -> list[InstanceStatus]:
 
 
 async def instances_on(history: BusHistory, run: str, reward_weights: Mapping[str, float]) -> list[InstanceStatus]:
-    """The same, as a run's topics tell it; see ``read_instances``."""
+    """The same as ``read_instances``, from a run's topics."""
     attached: dict[str, InstanceState] = {}
     weights: WeightsReady | None = None
     split: PolicySplit | None = None
@@ -274,7 +281,7 @@ async def _with_arms(
     split: PolicySplit,
     reward_weights: Mapping[str, float],
 ) -> list["InstanceStatus"]:
-    """The same, with what each arm of the split has sampled lately."""
+    """``found``, with the recent samples of each arm of the split."""
     from streamrl.inspection.diagnostics.tail import newest_records
 
     topic, rewards = TRAJECTORIES.full_name(run), ArmRewards()
@@ -282,17 +289,17 @@ async def _with_arms(
         if (summary := summary_of(record, reward_weights)) is not None:
             rewards.add(summary.policy, summary.reward)
     shares, workers = split.shares, Counter(split.workers.values())
-    told = []
+    extended = []
     for one in found:
         arm = "" if one.served else one.name
         if arm and arm not in shares:
-            told.append(one)
+            extended.append(one)
             continue
         share = shares[arm] if arm else max(0.0, 1.0 - sum(shares.values()))
         count, mean = rewards.of(arm)
         own = replace(one, share=share, workers=workers[arm] if arm else None)
-        told.append(replace(own, sampled=count, sampled_reward=mean))
-    return told
+        extended.append(replace(own, sampled=count, sampled_reward=mean))
+    return extended
 
 
 async def _status(history: BusHistory, run: str, name: str, state: InstanceState | None, served: str) -> InstanceStatus:
@@ -322,8 +329,8 @@ async def _status(history: BusHistory, run: str, name: str, state: InstanceState
 
 
 def status_lines(instances: Sequence[InstanceStatus]) -> list[str]:
-    """A table of them: one line each."""
-    head = ["instance", "algorithm", "told", "alive", "version", "reward", "age", "lag"]
+    """A table of the instances, one line each."""
+    head = ["instance", "algorithm", "mode", "alive", "version", "reward", "age", "lag"]
     has_arms = any(one.share is not None for one in instances)
     head += ["share", "workers", "sampled", "mean reward"] if has_arms else []
     rows = [head] + [

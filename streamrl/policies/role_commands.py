@@ -1,4 +1,4 @@
-"""Commands for instances: trainers beside the run's own one, on the same stream."""
+"""Commands for instances: further trainers on a run's stream."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -7,11 +7,11 @@ import typer
 
 from streamrl.cli.arguments import Servers, Where
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the instance: a-z, 0-9, '_' and '-'.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the instance: a-z, 0-9, '_' and '-'.")]
 RunPath = Annotated[Path, typer.Option("--run", help="The run's directory, or its name under runs/.")]
 Reason = Annotated[str, typer.Option(help="Why; shown in the logs.")]
 
-algorithms = typer.Typer(help="What learns from a run's stream: status, pause, resume.", no_args_is_help=True)
+algorithms = typer.Typer(help="Trainers that learn from a run's stream: status, pause, resume.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:
@@ -27,13 +27,14 @@ def attach(
     name: Name,
     run: RunPath,
     algorithm: Annotated[
-        str | None, typer.Option(help="Of the shelf, or package.module:Class; as before, or as the run's, if left out.")
+        str | None,
+        typer.Option(help="A built-in name or package.module:Class; default: as last time, else as the run's own."),
     ] = None,
     begin: Annotated[
         str | None,
         typer.Option(
             "--from",
-            help="Where in the stream it begins without a checkpoint: now (if left out), beginning, an offset, "
+            help="Where in the stream it starts without a checkpoint: now (default), beginning, an offset, "
             "0=120,1=95, 10m, or an ISO date and time.",
         ),
     ] = None,
@@ -42,13 +43,13 @@ def attach(
     ] = None,
     bootstrap_servers: Servers = None,
     adopt: Annotated[
-        bool, typer.Option("--adopt", help="Go on though the instance's directory was lost or is another one.")
+        bool, typer.Option("--adopt", help="Continue although the instance's directory was lost or is another one.")
     ] = False,
 ) -> None:
-    """Train another policy on a run's stream, beside it.
+    """Train another policy on a run's stream, next to the run's own.
 
-    Until its last step, the run's end or `streamrl detach`. The run does not notice; the same command goes on from the
-    instance's newest checkpoint.
+    It ends after its last step, at the run's end or on `streamrl detach`. The run is not affected. The same command
+    continues from the instance's newest checkpoint.
     """
     from streamrl.policies.role_attaching import AttachRequest
     from streamrl.policies.role_attaching import attach as attached
@@ -58,14 +59,14 @@ def attach(
 
 
 def detach(name: Name, run: Where = None, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:
-    """Let an instance end, with a checkpoint."""
+    """End an instance, with a checkpoint."""
     _tell("detach", name, run, bootstrap_servers, reason)
 
 
 def promote(name: Name, run: RunPath, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:
     """Let workers follow another policy, live.
 
-    The run's own is named policy. The one that was served goes on learning from the stream.
+    The run's own policy is named `policy`. The policy served before continues to learn from the stream.
     """
     _tell("promote", name, run, bootstrap_servers, reason)
 
@@ -73,7 +74,7 @@ def promote(name: Name, run: RunPath, bootstrap_servers: Servers = None, reason:
 def split(
     run: RunPath,
     shares: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME=SHARE]...", help="The share of groups of each instance.")
+        list[str] | None, typer.Argument(metavar="[NAME=SHARE]...", help="Share of the groups for each instance.")
     ] = None,
     off: Annotated[bool, typer.Option("--off", help="Let the served policy sample everything again.")] = False,
     bootstrap_servers: Servers = None,
@@ -81,7 +82,7 @@ def split(
 ) -> None:
     """Let instances sample a share of the groups each, live.
 
-    The served policy has the rest. Workers are dealt in proportion; each follows one policy's weights.
+    The served policy has the rest. Workers are assigned in proportion; each follows one policy's weights.
     """
     from streamrl.policies.role_splitting import shares_in
     from streamrl.policies.role_splitting import split as ordered
@@ -96,9 +97,9 @@ def split(
 def status(
     run: Where = None,
     bootstrap_servers: Servers = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
-    """List what learns from the stream: version, reward, lag, age."""
+    """List the trainers that learn from the stream: version, reward, lag, age."""
     import asyncio
     import json
 
@@ -117,16 +118,16 @@ def status(
 
 @algorithms.command()
 def pause(name: Name, run: Where = None, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:
-    """Let an instance take no trajectories for now.
+    """Pause an instance: it takes no trajectories for now.
 
-    Its consumer group stays, and with it its place in the stream.
+    Its consumer group stays, and so does its place in the stream.
     """
     _tell("pause_instance", name, run, bootstrap_servers, reason)
 
 
 @algorithms.command()
 def resume(name: Name, run: Where = None, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:
-    """Let an instance go on after a pause."""
+    """Resume a paused instance."""
     _tell("resume_instance", name, run, bootstrap_servers, reason)
 
 

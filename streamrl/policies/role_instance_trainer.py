@@ -1,9 +1,9 @@
-"""Keeps the trainer of an attached instance alive, as `streamrl run` does the processes of a run.
+"""Keeps the trainer of an attached instance alive, as `streamrl run` does with the processes of a run.
 
 Invariants, each with a test of its name:
-- a_trainer_that_dies_comes_back: under the restart policy of a run's processes;
-- a_detached_instance_is_not_started_again: it ends at once, whether it is at work, starting, or waits to be started;
-- a_name_is_held_once: of two commands of one name the second is refused while the first is heard.
+- a_crashed_trainer_is_restarted, by the same rules as a run's processes;
+- a_detached_instance_is_not_restarted: it ends at once, whether it is running, starting or waiting to be started;
+- a_name_is_held_once: of two commands with one name, the second is refused while the first sends heartbeats.
 """
 
 import asyncio
@@ -40,25 +40,26 @@ RETRY_S = 1.0
 GONE_POLL_S = 0.02
 BEAT_S = 1.0
 SILENT_AFTER_S = 5.0
-"""Without a sign of life for so long, five times the interval of one, an instance counts as gone."""
+"""Seconds without a heartbeat, five of its intervals, after which an instance counts as gone."""
 LAST_BEAT_S = 2.0
 RECENT = 500
-"""Newest records of a topic of signs of life that tell who was there of late."""
+"""Number of newest records of a heartbeats topic that show which commands were alive recently."""
 
 log = structlog.get_logger()
 
 
 async def keep_trainer_alive(settings: Settings, attached_at: int, *, adopt: bool = False) -> int:
-    """Start an instance's trainer, and start it again when it dies, until it ends well, is detached, or Ctrl-C.
+    """Start an instance's trainer, and restart it when it crashes, until it ends, is detached, or Ctrl-C.
 
-    ``settings`` are kept in the instance's directory; where the broker was found is known only here. ``attached_at``:
-    offset of the command that attached it. With ``adopt`` the first start takes over what its directory lost. The exit
-    code is 0, that of a signal, or 7 if the trainer crashed while it was being stopped.
+    ``settings``: as stored in the instance's directory, plus the broker's address, which is not stored there.
+    ``attached_at``: offset of the command that attached the instance. With ``adopt`` the first start continues although
+    the directory was lost or is another one. The exit code is 0, that of a signal, or 7 if the trainer crashed while it
+    was stopped.
 
     Raises:
-        UserError: something that the user can mend was wrong at the first start, or at every start.
+        UserError: a mistake that the user can correct, at the first start or at every start.
         Superseded: another trainer of this instance took over.
-        StreamRLError: it died too often.
+        StreamRLError: the trainer crashed too often.
     """
     run, spec = settings.run, trainer_spec(settings, adopt=adopt)
     print(f"instance {run.instance} of run {run.name}, in {run.path}/; its log is {spec.log_path}")
@@ -74,7 +75,7 @@ async def keep_trainer_alive(settings: Settings, attached_at: int, *, adopt: boo
 async def supervise_instance(
     spec: ChildSpec, run: RunSettings, bus: Bus, attached_at: int, stop: asyncio.Event
 ) -> Sequence[str]:
-    """The same of a spec, until ``stop``; what is to be said of a trainer that crashed while it was being stopped.
+    """Keep the process of a spec alive until ``stop``; returns a message if it crashed while it was stopped.
 
     Raises:
         StreamRLError: see ``keep_trainer_alive``.
@@ -89,19 +90,19 @@ async def supervise_instance(
     finally:
         over.set()
         _, late = await asyncio.wait(watching, timeout=2 * POLL_S)
-        for task in late:  # it waits for a broker that is away
+        for task in late:  # it waits for a broker that is down
             task.cancel()
         for error in await asyncio.gather(*watching, return_exceptions=True):
             if isinstance(error, Exception):
-                log.warning("what looks after an instance's trainer failed; it went on", error=str(error))
+                log.warning("a loop next to the instance's trainer failed; the trainer went on", error=str(error))
     return supervisor.crashes
 
 
 def trainer_spec(settings: Settings, *, adopt: bool = False) -> ChildSpec:
-    """How an instance's trainer is started: from the file in its directory, and the broker as it was found."""
+    """How to start an instance's trainer: from the file in its directory, with the broker's current address."""
     directory = RunDirectory(settings.run.path)
     command = own_command("streamrl", "trainer", str(directory.config))
-    # What is secret goes from environment to environment; the file does not have it.
+    # Secrets are passed on in the environment, since the file does not have them.
     return ChildSpec(
         name=f"trainer-{settings.run.instance}",
         command=[*command, f"--kafka.bootstrap_servers={settings.kafka.bootstrap_servers}"],
@@ -114,9 +115,9 @@ def trainer_spec(settings: Settings, *, adopt: bool = False) -> ChildSpec:
 
 @dataclass
 class DetachWatch:
-    """Hears that an instance is detached, also while there is no trainer of it that could.
+    """Ends an instance when it is detached, even while it has no trainer that could read the message.
 
-    Of the run's control only what answers a later command than ``attached_at`` counts.
+    Only control messages for commands after offset ``attached_at`` count.
     """
 
     bus: Bus
@@ -162,12 +163,12 @@ class DetachWatch:
         )
 
     async def _end(self) -> None:
-        """Let the trainer end in its own time; one that is not there is not started again."""
-        told = -1
+        """Ask the trainer to end, and wait for it; then keep the supervisor from starting it again."""
+        asked_pid = -1
         while self.supervisor.children:
             for child in self.supervisor.children.values():
-                if child.pid != told:
-                    told = child.pid
+                if child.pid != asked_pid:
+                    asked_pid = child.pid
                     child.terminate()
             await asyncio.sleep(GONE_POLL_S)
         self.supervisor.finished.set()
@@ -175,9 +176,10 @@ class DetachWatch:
 
 @dataclass
 class NameHolder:
-    """Says once a second that this command keeps the trainer of an instance alive.
+    """Announces once a second that this command keeps the trainer of an instance alive.
 
-    Whose first beat is on the topic first holds the name; the broker's order decides, and no clock but the listener's.
+    The command whose first heartbeat comes first on the topic holds the name. The broker's order decides, and no clock
+    except the reader's own.
     """
 
     bus: Bus
@@ -190,11 +192,11 @@ class NameHolder:
 
     @asynccontextmanager
     async def holding(self) -> AsyncIterator[None]:
-        """Hold the name within. One whose command fell silent is free after a while, one that was given back at once.
+        """A block that holds the name. A name is free after its command is silent for a while, or at once if it left.
 
         Raises:
-            UserError: another command holds it.
-            BusError: the broker cannot be asked.
+            UserError: another command holds the name.
+            BusError: the broker does not answer.
         """
         publisher = await self.bus.publisher(f"{self.instance}-attach")
         try:
@@ -212,12 +214,12 @@ class NameHolder:
             await publisher.close()
 
     async def beat_loop(self, publisher: Publisher) -> None:
-        """Beat.
+        """Send heartbeats.
 
-        Consumes: nothing. Produces: beats of the instance's command.
+        Consumes: nothing. Produces: heartbeats of the instance's command.
         Waits for: the interval.
-        On failure: a beat that cannot be sent is no reason to end; the next one says the same.
-        On stop: is cancelled; the last beat is another's to send.
+        On failure: goes on; the next heartbeat replaces one that cannot be sent.
+        On stop: is cancelled; ``holding`` sends the last heartbeat.
         """
         while True:
             await asyncio.sleep(self.beat_s)
@@ -238,7 +240,7 @@ class NameHolder:
         return await publisher.publish(Outgoing.of(topic, beat, key=self.instance))
 
     async def _refuse_if_held(self, ours: Position) -> None:
-        """Listen for those that were on the topic before us and did not say that they leave."""
+        """Raise if a command that was on the topic before us, and has not left, still sends heartbeats."""
         from streamrl.inspection.diagnostics.tail import newest_records
 
         topic = HEARTBEATS.full_name(scope_of(self.run_name, self.instance))
@@ -246,25 +248,25 @@ class NameHolder:
         for record in await newest_records(history, topic, await history.extents(topic), RECENT):
             if isinstance(beat := message_of(record), InstanceBeat) and record.offset < ours.offset:
                 before[beat.incarnation] = not beat.leaving
-        there = {incarnation for incarnation, is_there in before.items() if is_there}
-        if not there:
+        others = {incarnation for incarnation, has_stayed in before.items() if has_stayed}
+        if not others:
             return
         start = {TopicPartition(topic, ours.partition): ours.offset + 1}
         listening = await self.bus.subscribe([topic], client_id=f"{self.instance}-attach", start=start)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.silent_after_s
         try:
-            while there and loop.time() < deadline:
+            while others and loop.time() < deadline:
                 for record in await listening.poll(timeout_s=min(POLL_S, self.silent_after_s)):
                     beat = message_of(record)
-                    if not isinstance(beat, InstanceBeat) or beat.incarnation not in there:
+                    if not isinstance(beat, InstanceBeat) or beat.incarnation not in others:
                         continue
                     if not beat.leaving:
                         raise UserError(
-                            f"expected nobody to have attached {self.instance} to run {self.run_name}, got "
-                            f"{beat.holder}, which keeps its trainer alive: attach another one under another name, or "
-                            f"end that one with `streamrl detach {self.instance} {self.run_name}`"
+                            f"expected no other command to attach {self.instance} to run {self.run_name}, got "
+                            f"{beat.holder}, which keeps its trainer alive; attach under another name, or end the "
+                            f"other with `streamrl detach {self.instance} {self.run_name}`"
                         )
-                    there.discard(beat.incarnation)
+                    others.discard(beat.incarnation)
         finally:
             await listening.close()

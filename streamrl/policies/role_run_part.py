@@ -1,6 +1,4 @@
-"""The instances beside a run's own trainer, as displays tell of them: what each was told, its newest step, whether one
-that is served is still there, and what the arms of a split have sampled.
-"""
+"""What displays show of instances: each one's mode and newest step, whether a served one is alive, a split's arms."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,15 +15,18 @@ from streamrl.schemas.reports import StepReport, TrainerBeat
 from streamrl.schemas.topics import HEARTBEATS, STEPS
 
 MOST = 64
-"""Instances that are held: names come from operators."""
+"""Most instances that are kept: names come from operators."""
 SILENT_AFTER_S = 10.0
-"""Ten beats: it may be away for a moment when it begins a new lineage."""
+"""Seconds of ten heartbeats: a trainer may pause for a moment when it starts a new lineage."""
 
 
 @dataclass
 class Instances(RunPart):
-    """By name. ``served``: the policy whose weights the workers follow; ``heard_at``: its last sign of life, or when it
-    was promoted, in epoch seconds. ``rewards``: of what each arm of the split has sampled since it was ordered.
+    """The instances of a run, by name.
+
+    ``served``: the policy whose weights the workers follow. ``heard_at``: time of a policy's last heartbeat, step or
+    promotion, in epoch seconds. ``told``: the state that the coordinator announced last. ``rewards``: of the
+    trajectories that each arm of the split has sampled since it was ordered.
     """
 
     run: str
@@ -39,15 +40,15 @@ class Instances(RunPart):
     def observe(self, message: Message, log: EventLog) -> None:
         """See ``RunPart``."""
         match message:
-            case InstanceState() if self._tell(message):
-                told = {"run": "works", "pause": "is paused", "detached": "was detached"}[message.mode]
-                log.add(message.sent_at, "info", f"instance {message.policy} {told}")
-            case Served() if self._serve(message):
+            case InstanceState() if self._set_state(message):
+                state = {"run": "works", "pause": "is paused", "detached": "was detached"}[message.mode]
+                log.add(message.sent_at, "info", f"instance {message.policy} {state}")
+            case Served() if self._set_served(message):
                 log.add(message.sent_at, "info", f"{message.policy} is served from now on")
-            case PolicySplit() if self._divide(message):
+            case PolicySplit() if self._set_split(message):
                 shares = ", ".join(f"{arm.policy} {arm.share:.3g}" for arm in message.arms)
-                told = f"groups are split: {shares}" if shares else "the served policy samples everything again"
-                log.add(message.sent_at, "info", told)
+                event = f"groups are split: {shares}" if shares else "the served policy samples everything again"
+                log.add(message.sent_at, "info", event)
             case TrainerBeat():
                 self._heard(message.policy, message.sent_at)
             case StepReport() if message.policy != policy_in(self.run):
@@ -60,27 +61,27 @@ class Instances(RunPart):
 
     @property
     def topics(self) -> frozenset[str]:
-        """Steps and beats of the instances that are known."""
+        """The topics with steps and heartbeats of the known instances."""
         scopes = [scope_of(self.run, name) for name in self.told]
         return frozenset(topic.full_name(scope) for scope in scopes for topic in (STEPS, HEARTBEATS))
 
     @property
     def own_trainer_leads(self) -> bool:
-        """Unless another policy is served: how many steps an instance takes is its own affair."""
+        """Whether the run's own trainer is served. An instance's number of steps says nothing about the run."""
         return self.served == SERVED_POLICY
 
     def warning(self, now: float) -> str | None:
-        """What to do about the trainer of the served policy, which nobody starts again."""
+        """A hint if the served policy's trainer is silent, since no supervisor of the run restarts it."""
         if (name := self._missing(now)) is None:
             return None
         return (
             f"{name} is served and silent, workers wait for its weights: `streamrl attach {name} --run {self.run}` "
-            f"goes on with it, `streamrl promote {SERVED_POLICY} --run {self.run}` without"
+            f"restarts it, `streamrl promote {SERVED_POLICY} --run {self.run}` continues without it"
         )
 
     @property
     def warning_topics(self) -> frozenset[str]:
-        """The beats of the instance that is served."""
+        """The topic with heartbeats of the served instance."""
         if self.served == SERVED_POLICY:
             return frozenset()
         return frozenset({HEARTBEATS.full_name(scope_of(self.run, self.served))})
@@ -91,23 +92,25 @@ class Instances(RunPart):
         return {"instances": self.rows, "arms": lambda _now: self._arms()}
 
     def status_lines(self) -> Iterator[str]:
-        """One each."""
-        for name, told in sorted(self.told.items()):
-            mode = f"{told.mode}, served" if name == self.served else told.mode
-            yield f"instance  {name} ({told.algorithm}): {mode}; `streamrl algorithms status` tells more"
+        """One line per instance."""
+        for name, state in sorted(self.told.items()):
+            mode = f"{state.mode}, served" if name == self.served else state.mode
+            yield f"instance  {name} ({state.algorithm}): {mode}; `streamrl algorithms status` shows more"
 
     def rows(self, now: float) -> list[dict[str, Any]]:
-        """One each: ``age`` in served versions, ``lag`` in records that it has not finished, ``quiet_s`` since its
-        newest step; None: it has taken none. ``silent``: workers wait for it, and it is not heard.
+        """One row per instance.
+
+        ``age``: in served versions; ``lag``: records that it has not finished; ``quiet_s``: seconds since its newest
+        step; all None before its first step. ``silent``: workers wait for its weights, and it sends no heartbeats.
         """
         return [self._row(name, now) for name in sorted(self.told)]
 
     def _row(self, name: str, now: float) -> dict[str, Any]:
-        told, report = self.told[name], self.newest.get(name)
+        state, report = self.told[name], self.newest.get(name)
         return {
             "name": name,
-            "algorithm": told.algorithm,
-            "mode": told.mode,
+            "algorithm": state.algorithm,
+            "mode": state.mode,
             "served": name == self.served,
             "silent": name == self._missing(now),
             **standing(report),
@@ -115,7 +118,7 @@ class Instances(RunPart):
         }
 
     def _arms(self) -> list[dict[str, Any]]:
-        """One each, the served policy's last; none without a split. ``workers`` None: all that no other arm has."""
+        """One row per arm, the served policy's last; empty without a split. ``workers`` None: all other workers."""
         if self.split is None or not self.split.arms:
             return []
         shares = self.split.shares
@@ -124,28 +127,28 @@ class Instances(RunPart):
         for arm, share in shares.items():
             count, mean = self.rewards.of(arm)
             workers = sum(dealt == arm for dealt in self.split.workers.values()) if arm else None
-            about = {"name": arm or SERVED_ARM, "share": round(share, 6), "workers": workers}
-            found.append({**about, "sampled": count, "reward": None if mean is None else round(mean, 4)})
+            row = {"name": arm or SERVED_ARM, "share": round(share, 6), "workers": workers}
+            found.append({**row, "sampled": count, "reward": None if mean is None else round(mean, 4)})
         return found
 
-    def _divide(self, message: PolicySplit) -> bool:
-        """Who samples what share of the groups; whether that is news."""
+    def _set_split(self, message: PolicySplit) -> bool:
+        """Note a split; returns whether its shares are new."""
         before = {} if self.split is None else self.split.shares
         self.split, is_news = message, message.shares != before
         if is_news:
             self.rewards = ArmRewards()
         return is_news
 
-    def _tell(self, message: InstanceState) -> bool:
-        """What one was told; whether that is news."""
+    def _set_state(self, message: InstanceState) -> bool:
+        """Note an instance's state; returns whether its mode is new."""
         before = self.told.get(message.policy)
         if before is None and len(self.told) >= MOST:
             return False
         self.told[message.policy] = message
         return before is None or before.mode != message.mode
 
-    def _serve(self, message: Served) -> bool:
-        """Which policy is served; whether that is news."""
+    def _set_served(self, message: Served) -> bool:
+        """Note which policy is served; returns whether it is another one."""
         is_news, self.served = message.policy != self.served, message.policy
         self._heard(message.policy, message.sent_at)
         return is_news
@@ -155,12 +158,12 @@ class Instances(RunPart):
             self.heard_at[policy] = max(at, self.heard_at.get(policy, at))
 
     def _missing(self, now: float) -> str | None:
-        """The instance whose weights the workers wait for and which is not heard, if that is so."""
+        """The served instance if it is silent, so that workers wait for its weights; else None."""
         is_silent = now - self.heard_at.get(self.served, now) > SILENT_AFTER_S
         return self.served if is_silent and self.served != SERVED_POLICY else None
 
     def _step(self, report: StepReport) -> None:
-        """A step of one that is known; one of an older lineage that comes late is none."""
+        """Note a known instance's step; a late one of an older lineage is ignored."""
         if report.policy not in self.told:
             return
         self._heard(report.policy, report.sent_at)
@@ -170,9 +173,10 @@ class Instances(RunPart):
 
 
 def standing(report: StepReport | None) -> dict[str, Any]:
-    """What every display tells of a trainer's newest step: its ``version`` and ``step``, the ``reward``, the mean
-    ``age`` of what it trained, and the ``lag``, in trajectories that it has not finished. None: it has taken none, or
-    does not say.
+    """What every display shows of a trainer's newest step.
+
+    ``version`` and ``step``, the ``reward``, the mean ``age`` of the trained trajectories, and the ``lag``, in
+    trajectories that it has not finished. A value is None before the first step, or if the report lacks it.
     """
     metrics = {} if report is None else report.metrics
     lags = [value for key, value in metrics.items() if key.startswith(LAG_PREFIX)]

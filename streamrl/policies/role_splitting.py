@@ -1,6 +1,6 @@
-"""`streamrl split`: which policies beside the served one sample a share of a run's groups, and what is refused before.
+"""`streamrl split`: lets policies besides the served one sample a share of a run's groups; checks the command first.
 
-The coordinator passes over what cannot be; whoever asks is told why here.
+The coordinator ignores an impossible split without a word to the operator. So this command checks it and says why.
 """
 
 import asyncio
@@ -25,33 +25,33 @@ from streamrl.schemas.topics import HEARTBEATS
 from streamrl.schemas.weights import complete_versions, manifest_in
 
 RECENT = 2000
-"""Newest heartbeats that tell which workers are there: ten seconds of two hundred."""
+"""Number of newest heartbeats that show which workers are alive: ten seconds of two hundred workers."""
 
 
 def split(run: Path, servers: str | None, shares: Mapping[str, float], reason: str) -> str:
-    """Ask for a split of a run's groups, or with no shares for the end of it; one line on what was asked.
+    """Order a split of a run's groups, or with no shares its end; returns one line on what was ordered.
 
     Raises:
-        UserError: there is no such run, an arm is unknown, gone, or of another shape, or there are not enough workers.
+        UserError: there is no such run, an arm is unknown, gone, or of another model, or there are too few workers.
     """
     connection = asyncio.run(connect(run, "", servers).with_run())
     if shares:
         _check_shares(shares)
-        instances, workers = asyncio.run(_found(connection))
+        instances, workers = asyncio.run(_read_members(connection))
         _check_arms(shares, instances, connection.run)
         _check_workers(shares, workers)
         _check_shapes(shares, run)
     arms = tuple(ArmShare(policy=name, share=share) for name, share in sorted(shares.items()))
     send_command(connection.kafka, connection.run, "split", reason, shares=arms)
-    told = ", ".join(f"{arm.policy} {arm.share:.4g}" for arm in arms) or "off, all is the served policy's"
-    return f"asked run {connection.run} at {connection.address} for a split: {told}"
+    ordered = ", ".join(f"{arm.policy} {arm.share:.4g}" for arm in arms) or "off, all is the served policy's"
+    return f"asked run {connection.run} at {connection.address} for a split: {ordered}"
 
 
 def shares_in(texts: Sequence[str]) -> dict[str, float]:
     """The shares that ``NAME=SHARE`` name.
 
     Raises:
-        UserError: some text is of another form, or a name comes twice.
+        UserError: a text has another form, or a name comes twice.
     """
     shares: dict[str, float] = {}
     for text in texts:
@@ -73,11 +73,13 @@ def _check_shares(shares: Mapping[str, float]) -> None:
         if not 0.0 < share <= 1.0:
             raise UserError(f"expected a share above 0 and up to 1 for {name!r}, got {share:g}")
     if (total := sum(shares.values())) > 1.0 + 1e-9:
-        raise UserError(f"expected shares of 1 together at most, the served policy has the rest, got {total:g}")
+        raise UserError(
+            f"expected shares that add up to at most 1, since the served policy has the rest, got {total:g}"
+        )
 
 
-async def _found(connection: RunConnection) -> tuple[list[InstanceStatus], list[Heartbeat]]:
-    """The instances, and the newest heartbeat of each worker that is there."""
+async def _read_members(connection: RunConnection) -> tuple[list[InstanceStatus], list[Heartbeat]]:
+    """The instances, and the newest heartbeat of each living worker."""
     history = BusHistory(connection.bus, client_id="streamrl-split")
     topic = HEARTBEATS.full_name(connection.run)
     beats: dict[str, Heartbeat] = {}
@@ -85,26 +87,26 @@ async def _found(connection: RunConnection) -> tuple[list[InstanceStatus], list[
         if isinstance(beat := message_of(record), Heartbeat):
             beats[beat.worker_id] = beat
     now = time.time()
-    there = [beat for beat in beats.values() if is_alive(beat, now) and beat.state is not WorkerState.DRAINING]
-    return await read_instances(connection), there
+    living = [beat for beat in beats.values() if is_alive(beat, now) and beat.state is not WorkerState.DRAINING]
+    return await read_instances(connection), living
 
 
 def _check_arms(shares: Mapping[str, float], instances: Sequence[InstanceStatus], run: str) -> None:
     known = {one.name: one for one in instances if one.mode != "detached"}
     for name in shares:
         if name == SERVED_ARM:
-            raise UserError(f"expected another name than {SERVED_ARM!r}, as displays call the served policy's arm")
+            raise UserError(f"expected another name than {SERVED_ARM!r}, which displays use for the served policy")
         if name not in known:
-            there = ", ".join(sorted(known)) or "none"
-            raise UserError(f"expected an instance attached to run {run}, got {name!r}; there are: {there}")
+            attached = ", ".join(sorted(known)) or "none"
+            raise UserError(f"expected an instance attached to run {run}, got {name!r}; attached are: {attached}")
         if known[name].served:
             raise UserError(
-                f"expected an instance that is not served, got {name!r}, which has what the others leave of 1"
+                f"expected an instance that is not served, got {name!r}, which is and gets the rest of the groups"
             )
         if not known[name].alive:
             raise UserError(
-                f"expected {name!r} to be at work before workers follow it, got no sign of life; "
-                f"`streamrl attach {name} --run {run}` lets it go on"
+                f"expected {name!r} to be running before workers follow it, got no heartbeat; "
+                f"start it with `streamrl attach {name} --run {run}`"
             )
 
 
@@ -112,7 +114,7 @@ def _check_workers(shares: Mapping[str, float], workers: Sequence[Heartbeat]) ->
     arms = len(shares) + (sum(shares.values()) < 1.0 - 1e-9)
     if len(workers) < arms:
         raise UserError(
-            f"expected a worker for each of {arms} arms, the served policy's included, got {len(workers)}; start more "
+            f"expected a worker for each of {arms} arms, including the served policy's, got {len(workers)}; start more "
             "(`streamrl worker`, or --run.workers), or name fewer arms"
         )
 
@@ -120,26 +122,28 @@ def _check_workers(shares: Mapping[str, float], workers: Sequence[Heartbeat]) ->
 def _check_shapes(shares: Mapping[str, float], run: Path) -> None:
     directory = directory_of(run)
     if directory is None:
-        raise UserError(f"expected a run's directory, or its name under {RUNS}/, got {run}; split where the run is")
+        raise UserError(
+            f"expected a run's directory, or its name under {RUNS}/, got {run}; run this on the machine of the run"
+        )
     served = _shape_of(directory.path / "weights", "the served policy")
     for name in shares:
         arm = _shape_of(directory.path / INSTANCES / name / "weights", name)
         if different := sorted(key for key in served.keys() | arm.keys() if served.get(key) != arm.get(key)):
             key = different[0]
             raise UserError(
-                f"expected {name!r} to be of the served policy's model, so that a worker can take the weights of both, "
-                f"got {key}: {_shown(arm.get(key))} in place of {_shown(served.get(key))}"
+                f"expected {name!r} to have the served policy's model, so that a worker can take the weights of both, "
+                f"got {key}: {_shortened(arm.get(key))} instead of {_shortened(served.get(key))}"
                 + (f" and {len(different) - 1} more" if different[1:] else "")
             )
 
 
-def _shown(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = "nothing" if value is None else str(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _shape_of(store: Path, whose: str) -> dict[str, Any]:
-    """What two versions have in common that one engine can take: tensors by name, and the base of an adapter.
+    """What must be equal for one engine to take two policies' weights: the tensors by name, and an adapter's base.
 
     Raises:
         UserError: there are no weights yet, or they cannot be read.
@@ -147,7 +151,7 @@ def _shape_of(store: Path, whose: str) -> dict[str, Any]:
     versions = complete_versions(store)
     manifest = manifest_in(store / str(versions[-1])) if versions else None
     if manifest is None:
-        raise UserError(f"expected weights of {whose} in {store}, got none yet: ask again once it has exported some")
+        raise UserError(f"expected weights of {whose} in {store}, got none yet; try again after its first export")
     shape: dict[str, Any] = {"adapter": None}
     if manifest.adapter is not None:
         shape |= {"adapter": manifest.adapter.base_sha256, "rank": manifest.adapter.rank}
@@ -158,17 +162,17 @@ def _shape_of(store: Path, whose: str) -> dict[str, Any]:
 
 
 def _tensors_in(path: Path) -> dict[str, Any]:
-    """Type and shape of each tensor, from the header alone.
+    """Type and shape of each tensor, from the file's header.
 
     Raises:
-        UserError: the file is damaged, or was deleted meanwhile.
+        UserError: the file is damaged, or was deleted in the meantime.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
-        # Of the frameworks numpy is the lightest to load; the header says the same of types that it does not have.
+        # numpy is the lightest framework to load, and the header also names types that numpy lacks.
         with safe_open(path, framework="numpy") as file:
             found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {name: (one.get_dtype(), one.get_shape()) for name, one in found.items()}
     except (SafetensorError, OSError) as error:
-        raise UserError(f"expected a readable safetensors file, got {path}: {error}; ask again") from error
+        raise UserError(f"expected a readable safetensors file, got {path}: {error}; try again") from error

@@ -1,4 +1,4 @@
-"""What `streamrl top` shows of several policies, below the workers: instances, and the arms of a split."""
+"""The rows of `streamrl top` for several policies, below the workers: instances, and the arms of a split."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from streamrl.schemas.plain_text import plain_text
 
 
 def policy_rows(data: Mapping[str, Any], name: int) -> list[Text]:
-    """Rows of the sections of a snapshot; ``name``: width of the names, in cells."""
+    """Rows for a snapshot's sections. ``name``: width of the names, in cells."""
     rows: list[Text] = []
     if instances := data.get("instances"):
         rows.append(Text(f"{'instance':{name}} {'weights':<18}{'reward':>7}{'age':>6}{'lag':>7}", MUTED))
@@ -31,12 +31,12 @@ def _arm(arm: Mapping[str, Any], name: int) -> Text:
 
 
 def _instance(instance: Mapping[str, Any], name: int) -> Text:
-    told = instance["mode"]
-    row = Text(no_wrap=True).append(fitted(plain_text(instance["name"]), name), GOOD if told == "run" else WARN)
+    mode = instance["mode"]
+    row = Text(no_wrap=True).append(fitted(plain_text(instance["name"]), name), GOOD if mode == "run" else WARN)
     row.append(" ").append(fitted(plain_text(instance["version"] or "no step yet"), 18))
     for value, cells in ((instance["reward"], 7), (instance["age"], 6), (instance["lag"], 7)):
         row.append(fitted("–" if value is None else short(value), cells, right=True))
-    marks = [*(["served"] if instance["served"] else []), *([told] if told != "run" else [])]
+    marks = [*(["served"] if instance["served"] else []), *([mode] if mode != "run" else [])]
     if instance["silent"]:
         return row.append(" served, silent", BAD)
-    return row.append("".join(f" {mark}" for mark in marks), GOOD if told == "run" else WARN)
+    return row.append("".join(f" {mark}" for mark in marks), GOOD if mode == "run" else WARN)

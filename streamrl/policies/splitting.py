@@ -1,13 +1,12 @@
-"""A split for A/B: which worker samples with which policy's weights, and what an order of one leads to. Pure but
-for a line of log.
+"""A split for A/B tests: which worker samples with which policy's weights, and the effect of an operator's command.
 
-An arm is a policy beside the served one with a share of the groups; the served policy has the rest, and is an arm like
-any other here, without a name.
+An arm is a policy with a share of the groups. The served policy has the rest; here it is an arm like any other, with an
+empty name. Pure, except for a log line.
 
 Invariants, each with a test of its name:
-- every_arm_has_a_worker, as long as there are as many workers as arms;
-- workers_are_dealt_in_proportion: nobody could have one more worker and still have fewer for its share than another;
-- few_workers_change_arms: nobody leaves an arm that has no more than its due.
+- every_arm_has_a_worker, if there are at least as many workers as arms;
+- workers_are_dealt_in_proportion: no arm could get one more worker and still have fewer for its share than another;
+- few_workers_change_arms: a worker leaves its arm only if the arm has more than its due.
 """
 
 from collections.abc import Collection, Mapping
@@ -25,28 +24,28 @@ log = structlog.get_logger()
 SERVED = ""
 """The served policy's name as an arm."""
 NOTHING = 1e-9
-"""Shares add up to 1 but for what is lost in rounding."""
+"""Rounding error allowed in the sum of shares."""
 
 
 def counts_of(shares: Mapping[str, float], workers: int) -> dict[str, int]:
-    """How many workers each arm gets, the served policy's included: one each, then in proportion.
+    """The number of workers of each arm, including the served policy's: one each, then in proportion.
 
-    With fewer workers than arms those of the largest shares have one.
+    With fewer workers than arms, the arms with the largest shares get one each.
     """
     left = 1.0 - sum(shares.values())
     wanted = {**({SERVED: left} if left > NOTHING else {}), **shares}
-    # The largest share first, and by name where they are equal, so that everybody comes to the same.
+    # The largest share first, equal ones by name, so that every process gets the same result.
     order = sorted(wanted, key=lambda arm: (-wanted[arm], arm))
     counts = {arm: int(place < workers) for place, arm in enumerate(order)}
     for _ in range(workers - len(order)):
-        # Sainte-Laguë's divisors: one worker more for all never takes one from an arm.
+        # Sainte-Laguë's divisors: with one more worker in total, no arm gets fewer.
         most = max(order, key=lambda arm: wanted[arm] / (2 * counts[arm] + 1))
         counts[most] += 1
     return counts
 
 
 def deal_workers(shares: Mapping[str, float], workers: Collection[str], before: Mapping[str, str]) -> dict[str, str]:
-    """The arm of each worker that gets one; all others follow the served policy. ``before``: as they are dealt now."""
+    """The arm of each worker that has one; all others follow the served policy. ``before``: the current arms."""
     if not shares:
         return {}
     counts = counts_of(shares, len(workers))
@@ -66,7 +65,7 @@ def deal_workers(shares: Mapping[str, float], workers: Collection[str], before: 
 
 @dataclass(frozen=True)
 class SplitDecision:
-    """The arms that are wanted from now on, with their shares; none: all is the served policy's."""
+    """The arms wanted from now on, with their shares; empty: the served policy samples everything."""
 
     shares: dict[str, float]
     reason: str = ""
@@ -75,9 +74,10 @@ class SplitDecision:
 def decide_split(
     command: OperatorCommand, known: Mapping[str, InstanceState], served: str, now: Mapping[str, float]
 ) -> SplitDecision | None:
-    """What a command leads to, or none: it is so already, an arm is not attached or is served, or shares are above 1.
+    """The effect of a command.
 
-    Whether there are enough workers is not asked, since a command is judged again after a restart.
+    None if nothing changes, an arm is not attached or is served, or the shares add up to more than 1. The number of
+    workers is not checked, since a command is judged again after a restart.
     """
     shares = {arm.policy: arm.share for arm in command.shares}
     is_sound = len(shares) == len(command.shares) and sum(shares.values()) <= 1 + NOTHING
@@ -87,7 +87,7 @@ def decide_split(
 
 
 def may_be_arm(policy: str, known: Mapping[str, InstanceState], served: str) -> bool:
-    """Whether a policy can have a share beside the served one: an instance that is attached, or the run's own."""
+    """Whether a policy can have a share: it is an attached instance or the run's own policy, and not the served one."""
     instance = known.get(policy)
     is_there = policy == SERVED_POLICY or (instance is not None and instance.mode != "detached")
     return is_there and policy != served
@@ -96,9 +96,9 @@ def may_be_arm(policy: str, known: Mapping[str, InstanceState], served: str) -> 
 def arm_of(group_id: str, shares: Mapping[str, float]) -> str:
     """The arm of a split whose workers sample a group; empty: the served policy's.
 
-    By a hash of its name alone, so that it is the same after a restart of everything.
+    A hash of the group's name decides, so that the result is the same after any restart.
     """
-    # Arms lie side by side on [0, 1), the served policy's share behind them.
+    # Arms lie next to each other on [0, 1), the served policy's share after them.
     place, end = xxhash.xxh3_64_intdigest(group_id.encode()) / 2.0**64, 0.0
     for policy, share in shares.items():
         end += share
@@ -108,7 +108,7 @@ def arm_of(group_id: str, shares: Mapping[str, float]) -> str:
 
 
 class SplitSeries:
-    """The series of weights that the split of now wants: one each arm, named like its policy (``WantedSeries``)."""
+    """The series of weights that the current split wants: one per arm, named like its policy (``WantedSeries``)."""
 
     def __init__(self) -> None:
         self._split: PolicySplit | None = None
@@ -123,11 +123,11 @@ class SplitSeries:
 
     @property
     def names(self) -> frozenset[str] | None:
-        """The arms; None until a split was heard of."""
+        """The arms; None until a split was read from the control topic."""
         return None if self._split is None else frozenset(self._split.shares)
 
     def of_worker(self, worker_id: str) -> str:
-        """The arm that it is dealt to."""
+        """The arm that the worker is assigned to."""
         arm = "" if self._split is None else self._split.workers.get(worker_id, "")
         if arm != self._dealt.get(worker_id, ""):
             log.info("dealt to another arm", arm=arm or SERVED_ARM)
@@ -136,23 +136,26 @@ class SplitSeries:
 
 
 MOST_ARMS = 64
-"""Names come from records that anybody may have written."""
+"""Bound on memory: names come from records, which any process may have written."""
 
 
 @dataclass
 class ArmRewards:
-    """What each arm of a split sampled: trajectories with a reward, and its mean. The served policy's name is empty."""
+    """For each arm of a split, the number of trajectories with a reward, and the mean reward.
+
+    The served policy's name is empty.
+    """
 
     _sums: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def add(self, arm: str, reward: float | None) -> None:
-        """A trajectory came."""
+        """Count a trajectory."""
         if reward is None or (arm not in self._sums and len(self._sums) >= MOST_ARMS):
             return
         count, total = self._sums.get(arm, (0, 0.0))
         self._sums[arm] = count + 1, total + reward
 
     def of(self, arm: str) -> tuple[int, float | None]:
-        """Number and mean; no mean before the first."""
+        """Number of rewards and their mean; the mean is None before the first."""
         count, total = self._sums.get(arm, (0, 0.0))
         return count, total / count if count else None

@@ -132,7 +132,7 @@ async def test_an_end_that_is_undone_while_it_is_told_is_an_error_once_it_is_ann
         await until(task.done)
     (error,) = cast("ExceptionGroup", task.exception()).exceptions
     assert isinstance(error, EndUndone)
-    assert "expected nothing behind step 5, the last, got weights 3-4 of step 4" in str(error)
+    assert "expected nothing after step 5, announced as the last, got weights 3-4 of step 4" in str(error)
     last = controls(bus)[-1]
     assert isinstance(last, WeightsReady)
     assert last.version == PolicyVersion(3, 4)

@@ -28,7 +28,7 @@ def test_nodes_are_added_after_the_same_iterations_as_in_the_paper() -> None:
     assert added == [10, 16, 22]
 
 
-def test_a_worker_is_added_only_when_it_saves_no_more_than_is_missing() -> None:
+def test_a_worker_is_added_only_if_it_saves_no_more_than_is_missing() -> None:
     assert rule().decide(StageTimes(119.0, 100.0, 4, 20.0)) is None
     decision = rule().decide(StageTimes(120.0, 100.0, 4, 20.0))
     assert decision is not None
@@ -59,7 +59,7 @@ def test_one_busy_step_starts_the_count_of_idle_ones_anew() -> None:
 
 
 @pytest.mark.parametrize("workers", range(1, 9))
-def test_what_was_added_does_not_leave_at_once(workers: int) -> None:
+def test_an_added_worker_does_not_leave_at_once(workers: int) -> None:
     """Whatever the times were that added a worker: with perfectly shared work it does not remove it again."""
     for longer in (1.0, 1.2, 1.5, 2.0, 4.0):
         before = StageTimes(100.0 * longer, 100.0, workers, 100.0 * longer / (workers + 1))

@@ -110,7 +110,7 @@ async def test_an_arm_s_weights_only_grow() -> None:
         await until(lambda: arm_weights(bus)[1:] == [(2, 4)])
 
 
-async def test_an_arm_that_is_gone_gives_its_share_back() -> None:
+async def test_a_removed_arm_returns_its_share() -> None:
     for ending in ("detach", "last step"):
         bus = await with_an_instance()
         async with running(bus):

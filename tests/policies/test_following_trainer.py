@@ -129,7 +129,9 @@ def test_names_of_an_instance_tell_its_run_and_its_policy() -> None:
     assert [named_version(name, version) for name in (None, "policy", "rloo")] == ["1-20", "1-20", "rloo/1-20"]
 
 
-async def test_the_run_does_not_notice_an_instance_and_each_accounts_for_every_record(harness: InstanceHarness) -> None:
+async def test_the_run_is_unaffected_by_an_instance_and_each_accounts_for_every_record(
+    harness: InstanceHarness,
+) -> None:
     before = own_bytes(harness.served.bus)
     await harness.attach()
     async with harness.running(harness.instance()):
@@ -254,7 +256,7 @@ async def test_a_detached_instance_ends_with_a_checkpoint_and_can_come_back(harn
         await harness.own.until(lambda: harness.own.reports()[-1].version == (2, 2))
 
 
-async def test_an_instance_outlives_no_stream(harness: InstanceHarness) -> None:
+async def test_an_instance_ends_with_its_stream(harness: InstanceHarness) -> None:
     await harness.attach()
     await harness.served.publish_group(4)  # half a step
     await harness.say(RunFinished, step=2, reason="the trainer reached its last step")

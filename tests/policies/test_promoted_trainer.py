@@ -25,7 +25,7 @@ from tests.producers.dispatch.dispatcher_harness import (
 )
 
 
-async def test_numbers_go_on_and_of_a_promoted_policy_its_own_steps_and_rows_say_what_is_under_way() -> None:
+async def test_served_numbers_continue_and_a_promoted_policys_own_steps_and_rows_decide_what_is_under_way() -> None:
     """The run's own trainer is at 40 and has ended all; the promoted one took 2 steps, and never read one group."""
     harness = DispatcherHarness()
     own = scope_of("r", "rloo")

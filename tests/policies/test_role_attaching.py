@@ -106,7 +106,7 @@ def test_what_the_run_trains_first_is_not_the_instances_and_cannot_be(run: Path)
 @pytest.mark.parametrize("name", ["policy", "grpo"])
 def test_a_name_that_is_the_run_trainers_is_refused(run: Path, name: str) -> None:
     connection = RunConnection(KafkaSettings(bootstrap_servers="127.0.0.1:1"), "demo")
-    with pytest.raises(UserError, match=f"expected a name that tells the instance from .*, got '{name}'"):
+    with pytest.raises(UserError, match=f"expected an instance name that differs from .*, got '{name}'"):
         instance_settings(connection, run, AttachRequest(name))
 
 
@@ -140,6 +140,6 @@ def test_the_status_is_a_table() -> None:
         InstanceStatus("second", "rloo", "pause", False, False),
     ]
     head, served, second = status_lines(rows)
-    assert head.split() == ["instance", "algorithm", "told", "alive", "version", "reward", "age", "lag"]
+    assert head.split() == ["instance", "algorithm", "mode", "alive", "version", "reward", "age", "lag"]
     assert served.split() == ["policy", "(served)", "grpo", "run", "yes", "1-9", "0.5", "1", "3"]
     assert second.split() == ["second", "rloo", "pause", "no", "-", "-", "-", "-"]

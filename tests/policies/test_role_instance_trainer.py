@@ -75,7 +75,7 @@ class Attached:
         await send_control(self.bus, "demo", message)
 
 
-async def test_a_trainer_that_dies_comes_back(tmp_path: Path) -> None:
+async def test_a_crashed_trainer_is_restarted(tmp_path: Path) -> None:
     attached = Attached(tmp_path, ENDS_WELL)
     task = attached.start()
     await until(lambda: attached.text().count("ready") == 1)
@@ -118,7 +118,7 @@ async def test_a_detached_instance_ends_well_and_is_not_started_again(tmp_path: 
 
 
 @pytest.mark.parametrize("how", ["detached", "stopped"])
-async def test_a_detached_instance_is_not_started_again_however_long_it_would_wait(tmp_path: Path, how: str) -> None:
+async def test_a_detached_instance_is_not_restarted_however_long_it_would_wait(tmp_path: Path, how: str) -> None:
     attached = Attached(tmp_path, DIES, max_restarts=9)
     task = attached.start()
     # The pause behind the fourth crash is three seconds at least.
@@ -164,7 +164,7 @@ async def test_a_name_is_held_once() -> None:
     async with holder(bus).holding():
         for _ in range(2):
             with pytest.raises(
-                UserError, match=r"expected nobody to have attached second to run demo, got process \d+"
+                UserError, match=r"expected no other command to attach second to run demo, got process \d+"
             ):
                 async with holder(bus).holding():
                     raise AssertionError("it held the name too")

@@ -30,7 +30,7 @@ def test_shares_are_named_one_by_one_and_are_one_together_at_most() -> None:
     for texts, why in ((["a"], "=SHARE"), (["=1"], "=SHARE"), (["a=x"], "=SHARE"), (["a=1", "a=1"], "once")):
         with refused(why):
             shares_in(texts)
-    for shares, why in (({"a": 0.0}, "above 0"), ({"a": 1.5}, "up to 1"), ({"a": 0.6, "b": 0.5}, "1 together")):
+    for shares, why in (({"a": 0.0}, "above 0"), ({"a": 1.5}, "up to 1"), ({"a": 0.6, "b": 0.5}, "at most 1")):
         with refused(why):
             _check_shares(shares)
 
@@ -38,10 +38,10 @@ def test_shares_are_named_one_by_one_and_are_one_together_at_most() -> None:
 def test_arms_are_instances_that_are_at_work_and_not_served() -> None:
     _check_arms({"rloo": 0.5}, KNOWN, "demo")
     for name, why in (
-        ("other", "attached to run demo, got 'other'; there are: dead, policy, rloo"),
+        ("other", "attached to run demo, got 'other'; attached are: dead, policy, rloo"),
         ("gone", "attached to run demo"),
         ("policy", "not served"),
-        ("dead", "no sign of life"),
+        ("dead", "no heartbeat"),
         ("served", "another name"),
     ):
         with refused(why):
@@ -51,7 +51,7 @@ def test_arms_are_instances_that_are_at_work_and_not_served() -> None:
 def test_each_arm_has_a_worker() -> None:
     _check_workers({"rloo": 0.5}, [heartbeat("w0"), heartbeat("w1")])
     _check_workers({"rloo": 1.0}, [heartbeat("w0")])
-    with refused("each of 2 arms, the served policy's included, got 1; start more"):
+    with refused("each of 2 arms, including the served policy's, got 1; start more"):
         _check_workers({"rloo": 0.5}, [heartbeat("w0")])
 
 
