@@ -1,1 +1,1 @@
-"""What a running process shows of itself: metrics, traces, and one live state folded from a run's topics."""
+"""Observability of a running process: metrics, traces, log lines, and one live state folded from a run's topics."""

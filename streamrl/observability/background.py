@@ -1,4 +1,4 @@
-"""Tasks that run beside a role without being part of it: whatever happens to them, the role goes on."""
+"""Tasks that run next to a role without being part of it. If one fails, the role goes on."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -11,15 +11,15 @@ from streamrl.bus.waiting import end_tasks
 log = structlog.get_logger()
 
 GRACE_S = 10.0
-"""For a last look at a topic and a file's end; the supervisor gives a process longer than that before it kills it."""
+"""Seconds to read a topic's end and finish a file. The supervisor waits longer before it kills a process."""
 
 BackgroundTask = Callable[[asyncio.Event], Awaitable[None]]
-"""Runs until the event is set."""
+"""A task that runs until the event is set."""
 
 
 @asynccontextmanager
 async def background(tasks: Sequence[BackgroundTask]) -> AsyncIterator[None]:
-    """Run the tasks while the block runs; then they have ten seconds to end."""
+    """Run the tasks during the block; after it, they have ``GRACE_S`` to end."""
     over = asyncio.Event()
     running = [asyncio.create_task(_contained(task, over)) for task in tasks]
     try:

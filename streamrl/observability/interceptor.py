@@ -1,9 +1,9 @@
-"""The one interceptor between a role and its bus: observers are shown every record that the role sends and reads.
+"""The one interceptor between a role and its bus: observers see every record that the role sends and reads.
 
-Metrics and tracing are two such observers. A record crosses one wrapper, however many of them look on; without any,
-the role gets the bus itself. An observer may add headers to what is sent, and nothing else.
+Metrics and tracing are two observers. A record crosses one wrapper, however many observers there are; without any, the
+role gets the bus itself. An observer may add headers to sent records, and change nothing else.
 
-Invariant observing_never_fails: an observer that raises is logged once and asked no more; the record goes its way.
+Invariant observing_never_fails: an observer that raises is logged once and then dropped; the record is not affected.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ log = structlog.get_logger()
 class DeliveryReport(NamedTuple):
     """How the sending of a record, or of a transaction, ended.
 
-    ``position``: of a single record that the broker has; a transaction does not learn its offsets. ``began_s`` is in
-    seconds since the epoch, ``duration_s`` by a clock that is never set. ``error``: None if the broker has it all.
+    ``position``: of a single record that the broker has; None for a transaction, which does not learn its offsets.
+    ``began_s``: seconds since the epoch. ``duration_s``: by a monotonic clock. ``error``: None if the broker has all.
     """
 
     position: Position | None
@@ -44,7 +44,7 @@ class DeliveryReport(NamedTuple):
 
     @property
     def ended_s(self) -> float:
-        """Seconds since the epoch."""
+        """When sending ended, in seconds since the epoch."""
         return self.began_s + self.duration_s
 
 
@@ -52,36 +52,36 @@ class DeliveryObserver(Protocol):
     """Follows one record, or the records of one transaction, to the broker."""
 
     def accepted(self) -> None:
-        """The publisher took the record and will go on by itself; the transaction was committed."""
+        """Called when the publisher took the record and sends it on by itself, or a transaction was committed."""
         ...
 
     def settled(self, report: DeliveryReport) -> None:
-        """The broker answered, or will not. A record that was cancelled is not settled."""
+        """Called when the broker answered, or will not answer any more. Not called for a cancelled record."""
         ...
 
 
 class BusObserver(Protocol):
-    """What is shown all that passes between a role and its bus; called on the event loop, so it must not wait."""
+    """Sees all records that pass between a role and its bus. Called on the event loop, so it must not wait."""
 
     def sending(self, records: list[Outgoing]) -> DeliveryObserver | None:
-        """One record, or a transaction, is about to be sent, perhaps not for the first time.
+        """Called before one record, or a transaction, is sent, perhaps not for the first time.
 
-        May put others with more headers into their places in the list. None: the rest is of no interest.
+        May replace records in the list by copies with more headers. Returns an observer of the delivery, or None.
         """
         ...
 
     def received(self, records: Sequence[Record]) -> None:
-        """Records were read; never empty."""
+        """Called with the records of a read; never empty."""
         ...
 
 
 def observed(bus: Bus, *observers: BusObserver) -> Bus:
-    """The bus with these observers looking on; the bus itself if there are none."""
+    """The bus with these observers; the bus itself if there are none."""
     return ObservedBus(bus, Observers(observers)) if observers else bus
 
 
 class _Guard:
-    """One observer, as long as it does not fail."""
+    """One observer, which is dropped when it fails."""
 
     __slots__ = ("is_dropped", "observer")
 
@@ -95,13 +95,13 @@ class _Guard:
 
 
 class Observers:
-    """Shows all of them what passes. This runs for every record, so the calls are guarded in place."""
+    """Shows records to all observers. This runs for every record, so the calls are guarded in place."""
 
     def __init__(self, observers: Iterable[BusObserver]) -> None:
         self._guards = [_Guard(observer) for observer in observers]
 
     def sending(self, records: list[Outgoing]) -> "_Delivery":
-        """Show what is about to be sent; observers may change the list."""
+        """Show records that are about to be sent; observers may change the list."""
         # one after the other on one list: a later observer sees the headers that an earlier one added
         following: list[tuple[_Guard, DeliveryObserver]] = []
         for guard in self._guards:
@@ -109,7 +109,7 @@ class Observers:
                 continue
             try:
                 delivery = guard.observer.sending(records)
-            except Exception:  # whatever it is: the record matters more than who looks at it
+            except Exception:  # any error: the record matters more than its observer
                 guard.drop()
             else:
                 if delivery is not None:
@@ -117,8 +117,8 @@ class Observers:
         return _Delivery(following)
 
     def received(self, records: Sequence[Record]) -> None:
-        """Show what was read."""
-        if not records:  # an empty poll is the usual case of an idle role
+        """Show records that were read."""
+        if not records:  # an empty poll is the usual case for an idle role
             return
         for guard in self._guards:
             if guard.is_dropped:
@@ -130,18 +130,18 @@ class Observers:
 
 
 class _Delivery:
-    """What one call sends, with those who follow it."""
+    """The records of one call, with the observers that follow their delivery."""
 
-    __slots__ = ("_began", "_began_s", "_following")
+    __slots__ = ("_following", "_started_at_s", "_timer_start")
 
     def __init__(self, following: list[tuple[_Guard, DeliveryObserver]]) -> None:
         self._following = following
-        # the first says when, for spans; the second how long, and is never set back
-        self._began_s, self._began = time.time(), time.perf_counter()
+        # the first is the time of day, for spans; the second measures durations and is never set back
+        self._started_at_s, self._timer_start = time.time(), time.perf_counter()
 
     def accepted(self) -> None:
         for guard, delivery in self._following:
-            # asked anew: it may have been dropped by another record since this one was on its way
+            # checked again: while this record was on its way, another one may have made the observer fail
             if guard.is_dropped:
                 continue
             try:
@@ -150,7 +150,7 @@ class _Delivery:
                 guard.drop()
 
     def settled(self, position: Position | None, error: BaseException | None) -> None:
-        report = DeliveryReport(position, self._began_s, time.perf_counter() - self._began, error)
+        report = DeliveryReport(position, self._started_at_s, time.perf_counter() - self._timer_start, error)
         for guard, delivery in self._following:
             if guard.is_dropped:
                 continue
@@ -160,7 +160,7 @@ class _Delivery:
                 guard.drop()
 
     def settle_with(self, future: "asyncio.Future[Position]") -> None:
-        # a callback on the future instead of a task that awaits it: this is done for every record
+        # a callback on the future instead of a task that awaits it, since this runs for every record
         if self._following:
             future.add_done_callback(self._done)
 
@@ -172,7 +172,7 @@ class _Delivery:
 
 @dataclass(frozen=True)
 class ObservedBus:
-    """``bus.port.Bus`` that puts the interceptor around each client of the inner bus."""
+    """A ``bus.port.Bus`` that puts the interceptor around each client of the inner bus."""
 
     inner: Bus
     observers: Observers
@@ -201,7 +201,7 @@ class ObservedBus:
         return _ObservedSubscription(inner, self.observers)
 
     async def join(self, topic: str, *, group_id: str, client_id: str) -> GroupMember:
-        """See the port; a member moves no record."""
+        """See the port; not observed, since a member reads and sends no records."""
         return await self.inner.join(topic, group_id=group_id, client_id=client_id)
 
     async def group_offsets(self, topic: str, *, group_id: str) -> dict[TopicPartition, int]:
@@ -215,10 +215,10 @@ class _ObservedPublisher:
     observers: Observers
 
     async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
-        records = [record]  # observers put a record with more headers into its place
+        records = [record]  # observers may replace it by a copy with more headers
         delivery = self.observers.sending(records)
         future = await self.inner.submit(records[0])
-        # a future that is resolved already still calls back only at the loop's next turn: never before ``accepted``
+        # even a resolved future calls back only at the loop's next turn, so never before ``accepted``
         delivery.accepted()
         delivery.settle_with(future)
         return future
@@ -249,10 +249,10 @@ class _ObservedTransactions:
         delivery = self.observers.sending(changed)
         try:
             await self.inner.commit(changed, offsets=offsets, group_id=group_id)
-        except Exception as error:  # not BaseException: what was cancelled is not settled
+        except Exception as error:  # not BaseException: a cancelled transaction is not settled
             delivery.settled(None, error)
             raise
-        # readers see the records now, all of them, though nobody tells us their offsets
+        # readers see all the records now; their offsets are not known here
         delivery.accepted()
         delivery.settled(None, None)
 

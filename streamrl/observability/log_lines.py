@@ -1,9 +1,9 @@
-"""What turns events into the lines of our logs: nothing in them is obeyed, nothing floods them, nothing fails for them.
+"""Turns events into log lines: safe for terminals, protected from floods, and never a reason to fail.
 
 Invariants:
 - printed_text_cannot_control_the_terminal: a line holds no control character (see ``schemas.plain_text``);
-- a_library_cannot_flood: of one place in a library's code there is a line every ten seconds, which counts the others;
-- a_full_disk_costs_lines_only: what cannot be written is dropped, and its writer goes on.
+- a_library_cannot_flood: each place in a library's code gets one line in ten seconds, which counts the dropped ones;
+- a_full_disk_costs_lines_only: a line that cannot be written is dropped, and its writer goes on.
 """
 
 import logging
@@ -21,13 +21,13 @@ import structlog
 from streamrl.schemas.plain_text import plain_text
 
 EVERY_S = 10.0
-"""Without a broker aiokafka reports several hundred refused connections a second."""
+"""Seconds between two lines of one place: without a broker aiokafka logs hundreds of refused connections a second."""
 _TRACEBACKS = ("exception", "stack")
-"""Fields that have lines of their own."""
+"""Fields that may have several lines."""
 
 
 def printable(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """A processor: every text of an event with what a terminal would obey written out."""
+    """A structlog processor that escapes the control characters in every text of an event."""
     for name, value in event.items():
         if not isinstance(value, bool | int | float | None):
             text = value if isinstance(value, str) else str(value)
@@ -37,9 +37,9 @@ def printable(_logger: Any, _method: str, event: structlog.typing.EventDict) -> 
 
 
 class LinePrinter:
-    """A structlog logger that prints to standard output as it is at that moment, and survives a full disk.
+    """A structlog logger that prints to the current ``sys.stdout`` and survives a full disk.
 
-    ``copy``: the descriptor of a file, opened for appending, that gets every line as well.
+    ``copy``: descriptor of a file, opened for appending, that gets every line as well.
     """
 
     _lock = threading.Lock()
@@ -48,10 +48,10 @@ class LinePrinter:
         self._copy = copy
 
     def msg(self, message: str) -> None:
-        """Print a line, or lose it."""
+        """Print a line; drop it if it cannot be written."""
         with self._lock:
             with suppress(OSError):
-                # In one piece, so that lines of several processes with one file do not mix.
+                # In one piece, so that the lines of processes that share a file do not mix.
                 sys.stdout.write(message + "\n")
                 sys.stdout.flush()
             if self._copy is not None:
@@ -63,47 +63,47 @@ class LinePrinter:
 
 
 def line_printer(copy: Path | None = None) -> Callable[..., LinePrinter]:
-    """A factory of ``LinePrinter``, all of which print into the same copy, if that file can be opened."""
+    """A factory of ``LinePrinter``. All of them also write to the file ``copy``, if it can be opened."""
     file = None
     if copy is not None:
         with suppress(OSError):
             copy.parent.mkdir(parents=True, exist_ok=True)
-            # Open as long as the process is, like standard output.
+            # Stays open as long as the process runs, like standard output.
             file = os.open(copy, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     return lambda *_: LinePrinter(file)
 
 
 def forget_unwritten() -> None:
-    """Call as a process ends: what standard output could not take would turn its exit code into 120."""
+    """Discard unwritten output. Call it as a process ends: else a full disk would turn the exit code into 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:
-            # Python flushes once more on leaving; what is left goes nowhere then.
+            # Python flushes once more on exit; the rest then goes to /dev/null.
             with suppress(OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class LibraryLines(logging.Handler):
-    """Writes what libraries log as lines of ours, one place in their code at most once in ``every_s``."""
+    """Writes libraries' log records as our lines, for each place in their code at most once in ``every_s`` seconds."""
 
     def __init__(self, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._every_s = every_s
         self._clock = clock
-        # By place and not by text, which differs each time. There are only so many places, so this stays small.
-        self._told: dict[tuple[str, int], tuple[float, int]] = {}
+        # By place, not by text, which differs each time. There are few places, so this stays small.
+        self._written: dict[tuple[str, int], tuple[float, int]] = {}
         self._log = structlog.get_logger()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write it, or count it."""
+        """Write the record, or count it as dropped."""
         place, now = (record.pathname, record.lineno), self._clock()
-        told_at, held_back = self._told.get(place, (float("-inf"), 0))
-        if now - told_at < self._every_s:
-            self._told[place] = told_at, held_back + 1
+        written_at, dropped = self._written.get(place, (float("-inf"), 0))
+        if now - written_at < self._every_s:
+            self._written[place] = written_at, dropped + 1
             return
-        self._told[place] = now, 0
-        more: dict[str, Any] = {"repeated": held_back} if held_back else {}
+        self._written[place] = now, 0
+        more: dict[str, Any] = {"repeated": dropped} if dropped else {}
         if record.exc_info:
             more["exc_info"] = record.exc_info
         write = self._log.error if record.levelno >= logging.ERROR else self._log.warning

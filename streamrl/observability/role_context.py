@@ -1,4 +1,4 @@
-"""What a process hands to the role that it builds, so that no part of a role is replaced once it is built."""
+"""What a process passes to the role that it builds, so that no part of a built role has to be replaced."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Role(Protocol):
-    """What every role is, once built."""
+    """A built role."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until stopped."""
@@ -22,10 +22,10 @@ class Role(Protocol):
 
 @runtime_checkable
 class StandbyRole(Role, Protocol):
-    """A role that does nothing while another process does the work."""
+    """A role that waits while another process does the work."""
 
     def take_over(self) -> None:
-        """The other process is gone."""
+        """Start to work: the other process is gone."""
         ...
 
 
@@ -43,18 +43,18 @@ def _ignore_response(_status: int, _weight_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class ProcessContext:
-    """What surrounds a role; without observers, the plain bus and engine.
+    """The surroundings of a role. By default the engine is plain and nothing is observed.
 
     Args:
-        name: of the process; a worker's is its id.
-        bus: the bus, with whatever observes it.
-        on_tick: called, by name, at every turn of a loop; the watchdog ends a process whose loops do not turn.
-        around_engine: what a worker puts around its engine.
-        on_response: called by the relay with the status and the bytes of weights of each answer that begins.
-        meters: the figures that this process exports; None: it exports none.
-        collect: given a function that sets figures of the role, to be called every few seconds.
-        tracer: what the role's feature made to trace it (``FeatureRole.tracer``); None: nothing is traced.
-        adopt: a trainer takes over a run that it finds on the topics and not in its directory.
+        name: name of the process; a worker's id.
+        bus: the bus, wrapped by its observers.
+        on_tick: called with a loop's name at each of its turns; the watchdog ends a process whose loops do not turn.
+        around_engine: wraps a worker's engine.
+        on_response: called by the relay when an answer starts, with its status and its bytes of weights.
+        meters: the metrics that this process exports; None: it exports none.
+        collect: takes a function that sets metrics of the role, and calls it every few seconds.
+        tracer: the tracer of the role's feature (``FeatureRole.tracer``); None: nothing is traced.
+        adopt: a trainer takes over a run that is on the topics but not in its directory.
     """
 
     name: str

@@ -251,7 +251,7 @@ PROMISES = (
         "(0, database.total_changes)",
         (
             "tests/observability/record_index/test_store.py::"
-            "test_what_needs_every_step_is_read_once_and_again_when_anybody_has_written",
+            "test_queries_over_all_steps_are_cached_until_any_process_writes",
         ),
     ),
     # A relay ends with its upstream.

@@ -23,7 +23,7 @@ def _logging_as_it_was() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-def test_a_log_line_holds_nothing_that_a_terminal_obeys() -> None:
+def test_log_lines_have_no_control_characters() -> None:
     output = io.StringIO()
     with redirect_stdout(output):
         configure_logging({"process": "worker"})

@@ -1,1 +1,1 @@
-"""Figures of a running process for Prometheus, and of a run for experiment trackers."""
+"""Metrics of a running process for Prometheus, and of a run for experiment trackers."""

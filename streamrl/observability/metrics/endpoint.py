@@ -1,4 +1,4 @@
-"""Serves meters over HTTP, under a port that it finds free, and writes the file by which Prometheus finds it."""
+"""Serves meters over HTTP on a free port, and writes the file by which Prometheus finds the port."""
 
 import json
 import re
@@ -23,7 +23,7 @@ from streamrl.schemas.files import write_whole
 
 log = structlog.get_logger()
 
-# Ports count from metrics.port on; workers come last, because there may be any number of them.
+# Ports count up from metrics.port; workers come last, because there may be any number of them.
 _SINGLE = (
     "coordinator",
     "relay",
@@ -39,11 +39,11 @@ _SINGLE = (
 OFFSETS = {name: offset for offset, name in enumerate(_SINGLE)}
 WORKERS_FROM = len(_SINGLE)
 TRIES = 100
-"""Ports that may be taken, by other runs on the same machine, before this one gives up."""
+"""Number of ports to try: other runs on the same machine may have taken some."""
 
 
 def first_port(base: int, process: str) -> int:
-    """Where a process looks for a port first, so that it mostly has the same one: workers by the number in their id."""
+    """The port that a process tries first, so that it usually gets the same one. A worker's follows from its number."""
     if (offset := OFFSETS.get(process)) is not None:
         return base + offset
     number = re.search(r"(\d{1,3})$", process)
@@ -52,18 +52,18 @@ def first_port(base: int, process: str) -> int:
 
 @contextmanager
 def endpoint(registry: CollectorRegistry, host: str, base: int, process: str, target_file: Path) -> Iterator[int]:
-    """Serve until the end of the block; the port.
+    """Serve during the block; gives the port.
 
-    Meanwhile ``target_file`` says where, as Prometheus's ``file_sd_configs`` reads it.
+    During the block ``target_file`` has the address, in the form that Prometheus's ``file_sd_configs`` reads.
 
     Raises:
-        UserError: the address is not ours, or no port is free.
+        UserError: the address is not this machine's, or no port is free.
     """
     disable_created_metrics()  # type: ignore[no-untyped-call]
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
-    server, thread, port = _served(registry, host, first_port(base, process))
+    server, thread, port = _serve(registry, host, first_port(base, process))
     _write_target(target_file, f"{host}:{port}", process)
     log.info("metrics served", address=f"http://{host}:{port}/metrics")
     try:
@@ -76,7 +76,7 @@ def endpoint(registry: CollectorRegistry, host: str, base: int, process: str, ta
         thread.join(timeout=2.0)
 
 
-def _served(registry: CollectorRegistry, host: str, first: int) -> tuple[WSGIServer, Thread, int]:
+def _serve(registry: CollectorRegistry, host: str, first: int) -> tuple[WSGIServer, Thread, int]:
     refusal: OSError | None = None
     for port in range(first, min(first + TRIES, 1 << 16)):
         try:
@@ -84,7 +84,7 @@ def _served(registry: CollectorRegistry, host: str, first: int) -> tuple[WSGISer
         except OSError as error:
             refusal = error
     raise UserError(
-        f"expected a free port from metrics.port on, got none of {TRIES} from {first} on at {host} ({refusal}); "
+        f"expected a free port for metrics, got none in the {TRIES} from {first} at {host} ({refusal}); "
         "choose another metrics.port or metrics.host"
     )
 
@@ -94,4 +94,4 @@ def _write_target(path: Path, target: str, process: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps([{"targets": [target], "labels": {"process": process}}]))
     except OSError as error:
-        log.warning("Prometheus is not told where the metrics are", path=str(path), error=str(error))
+        log.warning("address of the metrics not written for Prometheus", path=str(path), error=str(error))

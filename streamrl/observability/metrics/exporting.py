@@ -1,6 +1,6 @@
-"""Exports the figures of one process: its meters, the endpoint, and what is looked at beside its work.
+"""Exports the metrics of one process: its meters, the endpoint, and the tasks that measure at intervals.
 
-Invariant measuring_ends_nothing: whatever fails here is logged; the role goes on.
+Invariant measuring_never_ends_a_role: a failure here is logged, and the role goes on.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ from streamrl.schemas.topics import TRAJECTORIES
 log = structlog.get_logger()
 
 COLLECT_EVERY_S = 2.0
-"""Under Prometheus's usual 15 s between scrapes, and rare enough to cost nothing."""
+"""Less than Prometheus's usual 15 s between scrapes, and rare enough to cost nothing."""
 TARGETS = ".prometheus"
-"""Where Prometheus finds the processes of all runs: it takes a wildcard for files only."""
+"""Folder where Prometheus finds the processes of all runs; one folder, since it takes wildcards only for files."""
 
 
 @dataclass
 class Metering:
-    """How the meters of a process get their figures: at its bus, by asking its role, and beside its work."""
+    """What sets the meters of a process: an observer of its bus, collectors that ask its role, and background tasks."""
 
     meters: Meters
     observer: MeteringObserver
@@ -43,13 +43,13 @@ class Metering:
     tasks: list[BackgroundTask] = field(default_factory=list)
 
     def collect(self, setting: Callable[[Meters], None]) -> None:
-        """Call this every few seconds, to set figures that no record carries."""
+        """Call ``setting`` every few seconds, to set metrics that no record carries."""
         self.collectors.append(lambda: setting(self.meters))
 
     def count_response(self, status: int, weight_bytes: int) -> None:
-        """The relay begins an answer.
+        """Count an answer that the relay starts.
 
-        A transfer that breaks off and goes on with a range counts twice in part.
+        Bytes of an interrupted transfer may count twice, since the client continues with a range.
         """
         self.meters.count("relay_requests", str(status))
         if weight_bytes:
@@ -66,16 +66,16 @@ def open_metering(
     directory: Path,
     families: tuple[Family, ...] = (),
 ) -> Iterator[Metering | None]:
-    """While the block runs, the figures of this process are served; None without ``metrics.port``.
+    """Serve the metrics of this process during the block; gives None without ``metrics.port``.
 
     Args:
-        role: what this process is.
-        process: its name; workers have their ids.
-        run_name: the label of all its figures.
+        role: the process's role.
+        process: the process's name; a worker's id.
+        run_name: the ``run`` label of all metrics.
         settings: where to serve.
-        kafka: whom the coordinator asks for consumer lag.
-        directory: of all runs; a file below it tells Prometheus the address.
-        families: besides those of the core, which the role's feature exports.
+        kafka: the broker that the coordinator asks for consumer lag.
+        directory: the folder of all runs; a file below it tells Prometheus the address.
+        families: further metrics, which the role's feature exports.
 
     Raises:
         UserError: no port is free.
@@ -88,7 +88,7 @@ def open_metering(
     metering = Metering(meters, observer, collectors)
     meters.set(1, "build_info", metadata.version("streamrl"), process, role)
     metering.tasks.append(Collecting(meters, collectors).run)
-    # one process of a run asks for the lag, and there is one coordinator
+    # one process of a run asks for the lag: the coordinator, since there is only one
     if role == "coordinator":
         metering.tasks.append(LagSampler(meters, kafka, settings.lag_interval_s).run)
     target = directory / TARGETS / f"{run_name}-{process}.json"
@@ -98,7 +98,7 @@ def open_metering(
 
 @dataclass
 class Collecting:
-    """Collects every two seconds, and notes how late it comes to do so."""
+    """Calls the collectors every two seconds, and measures how late the event loop calls it."""
 
     meters: Meters
     collectors: list[Collector]
@@ -106,50 +106,50 @@ class Collecting:
     async def run(self, stop: asyncio.Event) -> None:
         """Collect until stopped.
 
-        Consumes: what the role knows. Produces: gauges. Waits for: the interval.
-        On failure: logs it once for each collector, and asks that one no more. On stop: returns at once.
+        Consumes: the role's state. Produces: gauges. Waits for: the interval.
+        On failure: logs the error and drops the collector. On stop: returns at once.
         """
         clock = asyncio.get_running_loop().time
         while True:
             due = clock() + COLLECT_EVERY_S
             if await happens_within(stop, COLLECT_EVERY_S):
                 return
-            # how long after its time the timer's callback came: whatever held up the loop held up the role as well
+            # how late the timer's callback came: a delay of the loop delayed the role as well
             self.meters.set(max(0.0, clock() - due), "event_loop_lag_seconds")
-            for collect in tuple(self.collectors):  # a copy, since one that fails leaves the list
+            for collect in tuple(self.collectors):  # a copy, since a failed collector is removed
                 try:
                     collect()
                 except Exception:
-                    log.exception("a collector of metrics failed and is left out")
+                    log.exception("a collector of metrics failed and is dropped")
                     self.collectors.remove(collect)
 
 
 @dataclass
 class LagSampler:
-    """Consumer lag as the broker knows it, from committed offsets: also while the trainer is away."""
+    """Measures consumer lag from the offsets committed at the broker, so that it works while the trainer is down."""
 
     meters: Meters
     kafka: KafkaSettings
     interval_s: float
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Ask until stopped, over connections that are kept.
+        """Ask the broker until stopped, over connections that stay open.
 
         Consumes: nothing. Produces: gauges. Waits for: the interval, the broker.
-        On failure: the gauges go, and the broker is asked again. On stop: returns within one question.
+        On failure: removes the gauges, and asks the broker again. On stop: returns within one request.
         """
-        # both keep their connections: a new one for every question would cost more than the question
+        # both keep their connections: opening one would cost more than the request
         groups, subscription = GroupOffsets(self.kafka, {self._topic}), None
         try:
             while not await happens_within(stop, self.interval_s):
                 try:
                     if subscription is None:
-                        subscription = await self._subscribed()
-                    # arguments are evaluated from left to right, so the ends are the younger ones: no lag below zero
+                        subscription = await self._subscribe()
+                    # arguments are evaluated from left to right, so the ends are newer: no lag below zero
                     self._set(await groups.ask(), await subscription.end_offsets())
                 except BusError as error:
                     log.warning("consumer lag not known", error=str(error))
-                    self.meters.forget("consumer_lag_records")  # a stale lag would look like one that holds
+                    self.meters.forget("consumer_lag_records")  # a stale lag would look like a current one
         finally:
             await groups.close()
             if subscription is not None:
@@ -159,8 +159,8 @@ class LagSampler:
     def _topic(self) -> str:
         return TRAJECTORIES.full_name(self.meters.run)
 
-    async def _subscribed(self) -> Subscription:
-        """Only its ends are asked: it reads nothing, so nothing is to be fetched ahead."""
+    async def _subscribe(self) -> Subscription:
+        """A subscription for its end offsets only. It reads nothing, so it does not prefetch."""
         subscription = await KafkaBus(self.kafka, prefetch=False).subscribe([self._topic], client_id="streamrl-lag")
         subscription.pause(subscription.partitions())
         return subscription
@@ -168,6 +168,6 @@ class LagSampler:
     def _set(self, committed: Mapping[str, Offsets], ends: Mapping[TopicPartition, int]) -> None:
         for group, offsets in committed.items():
             for tp, end in ends.items():
-                # the ends are asked after the commits, yet both may be of different brokers
+                # the ends are read after the commits, but the two answers may come from different brokers
                 lag = max(0, end - offsets.get(tp, 0))
                 self.meters.set(lag, "consumer_lag_records", TRAJECTORIES.name, str(tp.partition), group)

@@ -1,9 +1,9 @@
-"""What passes a role's bus, as figures: an observer that counts records, and meters that read the messages in them.
+"""Metrics from the records on a role's bus: an observer that counts them, and meters that read their messages.
 
-Each role is measured by what it says itself: the trainer by its reports, a worker by its heartbeats, the coordinator by
-its announcements and the heartbeats that it hears. The dispatcher is asked for its status instead.
+Each role is measured by its own messages: the trainer by its reports, a worker by its heartbeats, the coordinator by
+its announcements and the heartbeats that it reads. The dispatcher is asked for its status instead.
 
-Invariant measuring_never_fails: a meter that raises is logged once and left out; records are counted on.
+Invariant measuring_never_fails: a meter that raises is logged once and dropped; records are still counted.
 """
 
 import time
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 SILENT_S = 10.0
-"""A worker that was not heard for so long counts as lost; heartbeats come every second."""
+"""Seconds without a heartbeat after which a worker counts as lost; heartbeats come every second."""
 MODES = ("run", "pause", "drain")
 
 PHASES, WHOLE_STEP, SHARE = "time/", "time/step", "_share"
@@ -44,16 +44,16 @@ STEP_GAUGES = {
     "completions/mean_length": "completion_length_mean_tokens",
     "completions/clipped_ratio": "completion_clipped_ratio",
 }
-"""Metrics of a step that have a family of their own."""
+"""Metrics of a step that have their own family."""
 
 RecordMeter = Callable[[bytes | None, Headers], None]
-"""Shown the value and the headers of each record of one topic."""
+"""Called with the value and the headers of each record of one topic."""
 Collector = Callable[[], None]
-"""Called every few seconds on the event loop, for figures that no record carries."""
+"""Called every few seconds on the event loop, for metrics that no record carries."""
 
 
 def metering_of(role: str, meters: Meters) -> tuple["MeteringObserver", list[Collector]]:
-    """What measures a role at its bus, and what is to be collected now and then."""
+    """The observer that measures a role at its bus, and the collectors to call every few seconds."""
     observer, run = MeteringObserver(meters), meters.run
     match role:
         case "trainer":
@@ -68,13 +68,13 @@ def metering_of(role: str, meters: Meters) -> tuple["MeteringObserver", list[Col
             observer.sent[CONTROL.full_name(run)] = of_message(coordinator.announced)
             observer.read[HEARTBEATS.full_name(run)] = of_message(coordinator.heartbeat)
             observer.read[CONTROL.full_name(run)] = of_message(coordinator.recovered)
-            # by the clock, since a worker that is lost sends nothing that could be counted
+            # by the clock, since a lost worker sends nothing that could be counted
             return observer, [lambda: coordinator.collect(SILENT_S)]
     return observer, []
 
 
 def of_message(meter: Callable[[Message], None]) -> RecordMeter:
-    """Shown the message in a record; what does not decode is passed over."""
+    """A record meter that passes the decoded message to ``meter``, and ignores records that do not decode."""
 
     def read(value: bytes | None, headers: Headers) -> None:
         try:
@@ -88,7 +88,7 @@ def of_message(meter: Callable[[Message], None]) -> RecordMeter:
 
 @dataclass
 class MeteringObserver:
-    """A ``BusObserver``. ``sent`` and ``read``: who is shown the records of a topic, by its full name."""
+    """A ``BusObserver``. ``sent`` and ``read``: the meters for sent and read records, by full name of the topic."""
 
     meters: Meters
     sent: dict[str, RecordMeter] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class MeteringObserver:
         return _MeteredDelivery(self, records)
 
     def received(self, records: Sequence[Record]) -> None:
-        """Count them together: two counters for each record would cost as much as handing it on."""
+        """Count the records of a topic together: two counters per record would cost as much as passing it on."""
         totals: dict[str, list[int]] = {}
         for record in records:
             total = totals.setdefault(record.topic, [0, 0])
@@ -115,7 +115,7 @@ class MeteringObserver:
             self.meters.count("bus_consumed_bytes", topic, by=size)
 
     def accepted(self, records: Sequence[Outgoing]) -> None:
-        """Count what the publisher took, or what a transaction brought."""
+        """Count records that the publisher took or a transaction committed."""
         for record in records:
             topic = self._short(record.topic)
             self.meters.count("bus_published_records", topic)
@@ -123,12 +123,12 @@ class MeteringObserver:
             self._show(self.sent, record.topic, record.value, record.headers)
 
     def settled(self, records: Sequence[Outgoing], report: DeliveryReport) -> None:
-        """Count once for each topic how long it took, or why it failed."""
-        # a transaction is one answer for all of its records
+        """Count once per topic how long sending took, or why it failed."""
+        # a transaction gets one answer for all of its records
         for topic in {self._short(record.topic) for record in records}:
             if report.error is None:
                 self.meters.observe(report.duration_s, "bus_publish_duration_seconds", topic)
-            # the label is a class of ours: what else is raised has no bounded set of names
+            # only our error classes become labels: the names of others are unbounded
             elif isinstance(report.error, BusError):
                 self.meters.count("bus_publish_failures", topic, type(report.error).__name__)
 
@@ -139,11 +139,11 @@ class MeteringObserver:
         meter = meters.get(topic)
         if meter is None:
             return
-        # guarded here already: the interceptor would drop the whole observer, and no record would be counted any more
+        # guarded here, since the interceptor would drop the whole observer, which counts records
         try:
             meter(value, headers)
         except Exception:
-            log.exception("the messages of a topic are not measured any more", topic=topic)
+            log.exception("a meter failed; the messages of its topic are no longer measured", topic=topic)
             del meters[topic]
 
 
@@ -161,35 +161,35 @@ class _MeteredDelivery:
 
 @dataclass
 class TrainerMeter:
-    """What the trainer reports. A report that is announced again counts once."""
+    """Metrics from the trainer's reports. A repeated report counts once."""
 
     meters: Meters
     _newest: tuple[int, int] = (-1, -1)
 
     def reported(self, message: Message) -> None:
-        """A step report, a refused step, or a skip row."""
+        """Take a step report, a refused step, or a skip row."""
         match message:
             case StepReport():
                 self._step(message)
             case RefusedStep():
                 self.meters.count("trainer_refused_steps", message.algorithm)
             case SkipRecord():
-                # one row tells of a whole range of offsets where retention deleted it
+                # one row stands for a whole range of offsets if retention deleted them
                 count = message.end - message.offset
                 self.meters.count("skipped_trajectories", message.algorithm, message.reason.value, by=count)
 
     def dead_letter(self, _value: bytes | None, headers: Headers) -> None:
-        """A record that did not decode."""
+        """Take a record that did not decode."""
         self.meters.count("dead_letters", named_error(headers))
 
     def _step(self, report: StepReport) -> None:
         name = report.algorithm
-        # the version is set by every report, also by one without a batch: a trainer's first, of its starting weights
+        # every report sets the version, even one without a batch, such as a trainer's first, of its initial weights
         self.meters.set(report.version.number, "trainer_policy_version", name)
         self.meters.set(report.version.lineage, "trainer_policy_lineage", name)
         if tuple(report.version) <= self._newest or not report.micro_batches:
             return
-        # versions are ordered by lineage first, so a resumed trainer's steps count, though it takes some anew
+        # versions are ordered by lineage first, so all steps of a resumed trainer count, even repeated ones
         self._newest = (report.version.lineage, report.version.number)
         self.meters.count("trainer_steps", name)
         self.meters.count("trained_trajectories", name, by=sum(len(batch) for batch in report.micro_batches))
@@ -206,7 +206,7 @@ class TrainerMeter:
             elif key == WHOLE_STEP:
                 self.meters.observe(value, "trainer_step_duration_seconds", name)
             elif key.startswith(PHASES) and not key.endswith(SHARE):
-                # a counter refuses a negative amount, which a clock that was set back could make of a phase
+                # a counter refuses negative amounts, which a phase can have if the clock was set back
                 self.meters.count("trainer_phase_seconds", name, key.removeprefix(PHASES), by=max(0.0, value))
             elif key.startswith(LAG_PREFIX):
                 self.meters.set(value, "unfinished_trajectories", name, key.removeprefix(LAG_PREFIX))
@@ -214,16 +214,16 @@ class TrainerMeter:
 
 @dataclass
 class WorkerMeter:
-    """What a worker says of itself."""
+    """Metrics from a worker's heartbeats."""
 
     meters: Meters
 
     def heartbeat(self, message: Message) -> None:
-        """A heartbeat that it sends."""
+        """Take a heartbeat that the worker sends."""
         if not isinstance(message, Heartbeat):
             return
         name, meters = message.worker_id, self.meters
-        # totals since the worker started: a heartbeat that is lost takes no count with it
+        # totals since the worker's start, so that a lost heartbeat loses no count
         meters.count_to(message.generated_tokens, "worker_generated_tokens", name)
         meters.count_to(message.finished_trajectories, "worker_finished_trajectories", name)
         meters.set(message.running, "worker_running_completions", name)
@@ -235,9 +235,9 @@ class WorkerMeter:
 
 @dataclass
 class CoordinatorMeter:
-    """What the coordinator announces, and the newest heartbeat of each worker that it hears.
+    """Metrics from the coordinator's announcements, and from the newest heartbeat of each worker.
 
-    ``heard``: with the moment of ``clock``, which is monotonic, at which it arrived.
+    ``heard``: each worker's newest heartbeat, and its time of arrival by ``clock``, which is monotonic.
     """
 
     meters: Meters
@@ -245,17 +245,17 @@ class CoordinatorMeter:
     heard: dict[str, tuple[Heartbeat, float]] = field(default_factory=dict)
 
     def announced(self, message: Message) -> None:
-        """A control message that it sends."""
+        """Take a control message that the coordinator sends."""
         if isinstance(message, WeightsReady):
             self.meters.count("weights_announced")
         self.recovered(message)
 
     def recovered(self, message: Message) -> None:
-        """A control message that it reads at its start, of an earlier coordinator: a state, but no new announcement."""
+        """Take a control message of an earlier coordinator, read at the start: it sets state, and is not counted."""
         match message:
             case WeightsReady():
                 self.meters.set(message.version.number, "announced_policy_version")
-                # weights after the end: the run was continued
+                # weights after the end mean that the run was continued
                 self.meters.set(0, "run_finished")
             case FlowControl():
                 self.meters.set_one_of("flow_mode", message.mode, MODES)
@@ -263,24 +263,24 @@ class CoordinatorMeter:
                 self.meters.set(1, "run_finished")
 
     def heartbeat(self, message: Message) -> None:
-        """A heartbeat that it reads."""
+        """Take a heartbeat that the coordinator reads."""
         if isinstance(message, Heartbeat):
             self.heard[message.worker_id] = message, self.clock()
 
     def collect(self, silent_s: float) -> None:
-        """Count the workers by state; ``lost`` are those not heard for ``silent_s`` that did not say that they stop."""
+        """Count the workers by state. Those silent for ``silent_s`` without having stopped count as ``lost``."""
         now = self.clock()
         found = [
             "lost" if beat.state is not WorkerState.STOPPED and now - heard_at > silent_s else beat.state.value
             for beat, heard_at in self.heard.values()
         ]
-        # all states, also those of nobody: a gauge that is not set again would keep its last value
+        # all states, even those without workers: a gauge keeps its last value until it is set again
         for state in (*WorkerState, "lost"):
             self.meters.set(found.count(state), "workers", state)
 
 
 def collect_dispatcher(status_of: "Callable[[], DispatcherStatus]", meters: Meters) -> None:
-    """Set what the dispatcher has under way."""
+    """Set the dispatcher's metrics from its status."""
     status = status_of()
     meters.set(status.orders.in_flight, "dispatcher_groups_in_flight")
     meters.set(status.orders.missing, "dispatcher_samples_missing")
@@ -290,7 +290,7 @@ def collect_dispatcher(status_of: "Callable[[], DispatcherStatus]", meters: Mete
     meters.count_to(status.orders.reordered, "dispatcher_reordered_groups")
     meters.count_to(status.orders.moved, "dispatcher_moved_groups")
     meters.count_to(status.orders.given_up, "dispatcher_given_up_groups")
-    # none before the first completion; a gauge that was never set is not exported
+    # None before the first completion; a gauge that was never set is not exported
     if (error := status.lengths.mean_abs_error) is not None:
         meters.set(error, "length_prediction_error_tokens")
     if (coverage := status.lengths.coverage) is not None:

@@ -1,4 +1,4 @@
-"""``[metrics]`` and ``[tracking]``. Knows no library."""
+"""``[metrics]`` and ``[tracking]``. Imports no metrics library."""
 
 from typing import Annotated, Literal
 
@@ -8,29 +8,29 @@ from streamrl.schemas.settings import Section
 
 
 class MetricsSettings(Section):
-    """``[metrics]``: one Prometheus endpoint for each process, ``http://host:port/metrics``."""
+    """``[metrics]``: one Prometheus endpoint per process, ``http://host:port/metrics``."""
 
     port: Annotated[
         int,
         Field(
             ge=0,
             le=65_000,
-            description="0: no endpoints. Else the coordinator's port; relay +1, trainer +2, dispatcher +3, ranker "
-            "+4, audit +5, gateway +6, evaluator +7, environments +8, sender +9, workers from +10 on; the next free "
-            "one if taken. <run.directory>/.prometheus/*.json tell Prometheus.",
+            description="0: no endpoints. Otherwise the coordinator's port; relay +1, trainer +2, dispatcher +3, "
+            "ranker +4, audit +5, gateway +6, evaluator +7, environments +8, sender +9, workers from +10 on. If a port "
+            "is taken, the next free one. Prometheus finds them in <run.directory>/.prometheus/*.json.",
         ),
     ] = 0
     host: Annotated[str, Field(description="Address to listen on; 0.0.0.0 in containers.")] = "127.0.0.1"
     lag_interval_s: Annotated[
-        float, Field(ge=1, description="How often the coordinator asks the broker for consumer lag.")
+        float, Field(ge=1, description="Seconds between the coordinator's requests to the broker for consumer lag.")
     ] = 10.0
 
 
 class TrackingSettings(Section):
-    """``[tracking]``: the metrics of every step, also for what has its own page for them."""
+    """``[tracking]``: the metrics of every step, for experiment trackers."""
 
     to: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio"], ...],
-        Field(description="Each needs its package. Files only: runs/<name>/tracking/; nothing leaves this machine."),
+        Field(description="Each needs its package. Writes files to runs/<name>/tracking/; nothing leaves the machine."),
     ] = ()
-    project: Annotated[str, Field(min_length=1, description="Project under which trackers file the run.")] = "streamrl"
+    project: Annotated[str, Field(min_length=1, description="The run's project in the trackers.")] = "streamrl"

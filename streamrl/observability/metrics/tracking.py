@@ -1,13 +1,13 @@
-"""Brings step reports to experiment trackers, in order and each step once, also over restarts.
+"""Writes step reports to experiment trackers, in order and each step once, also over restarts.
 
-A tracker's library is imported when its writer is opened; all of them write files only.
+A tracker's library is imported when its writer is opened. All of them write only files.
 
 Invariants:
-- a_step_is_written_once: the last step written stands in a file; what is at or below it is not written again, so that
-  after a crash of the trainer the steps that it takes again keep their first values in the trackers;
+- a_step_is_written_once: a file holds the last step written, and steps up to it are not written again. So steps that
+  a trainer repeats after a crash keep their first values in the trackers;
 - a_named_tracker_opens_or_the_run_ends: a tracker that was never open in this run and cannot be opened is an error;
-- tracking_ends_nothing: a writer that fails later is logged and left out, also one that a restarted process cannot open
-  again; the run goes on.
+- tracking_never_ends_a_run: a writer that fails later, or that a restarted process cannot open again, is logged and
+  dropped; the run goes on.
 """
 
 import asyncio
@@ -36,42 +36,44 @@ from streamrl.schemas.topics import EVALUATIONS, STEPS
 log = structlog.get_logger()
 
 POLL_S = 0.5
-"""How late a stop may be noticed while no step comes."""
+"""Seconds after which a stop is noticed at the latest, while no step comes."""
 RETRY_S = 5.0
-"""Between two attempts at a broker that is away; whoever tracks is in no hurry."""
+"""Seconds between two attempts while the broker is down; tracking is not urgent."""
 EVALUATED_FILE = "last_evaluated_step"
 _EVALUATED = "evaluated in "
 _MODULES = {"tensorboard": "tensorboard.summary"}
-"""Of a tracker's package, what is imported; else the package."""
+"""The module to import for a tracker; by default its package."""
 _WANDB_MODE = "offline"
-"""Where WANDB_MODE does not say another one."""
+"""The mode if WANDB_MODE is not set."""
 _WANDB_ALONE = ("offline", "dryrun", "disabled")
-"""Modes in which wandb needs no account."""
+"""The modes in which wandb needs no account."""
 _LOG_IN = "log in with `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline for files only"
 WANDB_FINISH_S = 5.0
-"""How long wandb may send what is left at the end, unless WANDB_FINISH_TIMEOUT says otherwise; by itself it waits for
-ever for its server. It takes two seconds more, and both are within the time that a background task has to end."""
+"""Seconds that wandb may take to send the rest at the end, unless WANDB_FINISH_TIMEOUT is set. By default it would wait
+for its server without limit. It takes two seconds more, which is still within a background task's time to end."""
 STEP = "progress/step"
-"""wandb's own counter counts calls; this metric is the step's number, over restarts as well."""
+"""Metric with the step's number, which is right after restarts too: wandb's own counter counts calls."""
 
 
 class TrackerWriter(Protocol):
-    """One tracker's files: takes the metrics of one step after another; steps ascend, also over restarts."""
+    """Writes one tracker's files, step by step; steps ascend, also over restarts."""
 
     def write(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
-        """The metrics of a step that was reported at a time (seconds since the epoch)."""
+        """Write the metrics of a step. ``at``: when it was reported, in seconds since the epoch."""
         ...
 
     def close(self) -> None:
-        """Bring everything onto the disk."""
+        """Write all that is buffered to the disk, and close the files."""
         ...
 
 
 @dataclass
 class Tracker:
-    """``folder`` gets a sub-folder for each tracker, with ``last_step`` in it; ``config``: settings, to be shown.
+    """Writes a run's step reports to the trackers of the settings.
 
-    ``evaluated``: the run has evaluations during training, whose figures are written under the step of their weights.
+    ``folder`` gets a sub-folder per tracker, with a file ``last_step``. ``config``: the run's settings, which trackers
+    show. ``evaluated``: the run has evaluations during training, whose metrics are written under the step of their
+    weights.
     """
 
     bus: Bus
@@ -87,8 +89,8 @@ class Tracker:
         """Track until stopped, with the writers that ``open`` opened.
 
         Consumes: steps, from the beginning. Produces: the trackers' files. Waits for: the trainer.
-        On failure: a tracker that cannot write is left out; without the broker it tries again.
-        On stop: writes what is on the topic, closes the files, returns.
+        On failure: drops a tracker that cannot write; tries again while the broker is down.
+        On stop: writes the rest of the topic, closes the files, returns.
         """
         try:
             while self._writers:
@@ -102,11 +104,11 @@ class Tracker:
             await in_thread(self.close)
 
     async def _follow(self, stop: asyncio.Event) -> None:
-        # from the first record each time: which steps are written already is kept in a file, not in offsets
+        # from the first record each time: a file, not an offset, tells which steps are written already
         subscription = await self.bus.subscribe(self._topics(), client_id="tracking")
         try:
             while self._writers:
-                ending = stop.is_set()  # asked before the poll, so that one poll more follows the stop
+                ending = stop.is_set()  # read before the poll, so that one more poll follows the stop
                 records = await subscription.poll(timeout_s=POLL_S)
                 # in a thread: a tracker's library may wait for its disk while the role goes on
                 await in_thread(self.write, records)
@@ -120,10 +122,10 @@ class Tracker:
         return [topic.full_name(self.run_name) for topic in topics]
 
     def open(self) -> None:
-        """Open the writers. To be called before the event loop runs: no other thread then imports anything.
+        """Open the writers. Call it before the event loop runs, while no other thread can import anything.
 
         Raises:
-            SettingsError: one cannot be opened, and never was in this run. The others are closed again.
+            SettingsError: a writer cannot be opened, and never was in this run. The others are closed again.
         """
         for name in self.settings.to:
             last_step = self._last_step_file(name)
@@ -134,7 +136,7 @@ class Tracker:
                 self._last[name] = _read_last_step(last_step)
                 self._last[_EVALUATED + name] = _read_last_step(self._last_step_file(name, EVALUATED_FILE))
                 if not self._was_open(name):
-                    # Says to a later process that this tracker was open.
+                    # The file shows a later process that this tracker was open.
                     last_step.write_text(f"{self._last[name]}\n")
             except (SettingsError, OSError) as error:
                 if not self._was_open(name):
@@ -142,7 +144,7 @@ class Tracker:
                     if isinstance(error, SettingsError):
                         raise
                     raise _cannot_open(name, self.folder / name, error) from error
-                log.error("a tracker cannot be opened again and is left out", tracker=name, error=str(error))
+                log.error("a tracker cannot be opened again and is dropped", tracker=name, error=str(error))
                 self._writers.pop(name, None)
 
     def write(self, records: Sequence[Record]) -> None:
@@ -153,27 +155,27 @@ class Tracker:
             except WireError:
                 continue
             if isinstance(report, EvaluationReport) or (isinstance(report, StepReport) and report.micro_batches):
-                for name in tuple(self._writers):  # a copy, since one that fails is taken out
+                for name in tuple(self._writers):  # a copy, since a failed writer is removed
                     self._write(name, report)
 
     def _write(self, name: str, report: StepReport | EvaluationReport) -> None:
         evaluated = isinstance(report, EvaluationReport)
         last = _EVALUATED + name if evaluated else name
         if report.step <= self._last[last]:
-            return  # written by an earlier process, or taken anew by a trainer that resumed
+            return  # written by an earlier process, or repeated by a resumed trainer
         try:
-            # a crash between these two has the step written twice; the other way round it would be missing
+            # after a crash between these two the step is written twice; in the other order it would be missing
             self._writers[name].write(report.step, report.sent_at, report.metrics)
             file = self._last_step_file(name, EVALUATED_FILE) if evaluated else self._last_step_file(name)
             file.write_text(f"{report.step}\n")
         except Exception as error:
-            log.error("a tracker failed and is left out", tracker=name, error=str(error))
+            log.error("a tracker failed and is dropped", tracker=name, error=str(error))
             del self._writers[name]
         else:
             self._last[last] = report.step
 
     def close(self) -> None:
-        """Close the writers; once."""
+        """Close the writers; further calls do nothing."""
         while self._writers:
             name, writer = self._writers.popitem()
             try:
@@ -185,7 +187,7 @@ class Tracker:
         try:
             return self._last_step_file(name).exists()
         except OSError:
-            return False  # not even looked at
+            return False  # the folder cannot be read
 
     def _last_step_file(self, name: str, file: str = "last_step") -> Path:
         return self.folder / name / file
@@ -195,30 +197,30 @@ def _read_last_step(path: Path) -> int:
     try:
         return int(path.read_text())
     except (OSError, ValueError):
-        return -1  # below step 0: no file yet, or one that a crash left empty
+        return -1  # below step 0: there is no file yet, or a crash left it empty
 
 
 def open_writer(name: str, project: str, run: str, folder: Path, config: Mapping[str, Any]) -> TrackerWriter:
-    """A writer into the folder; ``config``: the run's settings, for trackers that show them.
+    """A writer into the folder. ``config``: the run's settings, for trackers that show them.
 
     Raises:
         SettingsError: there is no such writer, its package is not installed, or it cannot be opened.
     """
     match name:
         case "tensorboard":
-            made: Callable[[], TrackerWriter] = partial(TensorBoardWriter, folder)
+            make: Callable[[], TrackerWriter] = partial(TensorBoardWriter, folder)
         case "wandb":
-            made = partial(WandbWriter, project, run, folder, config)
+            make = partial(WandbWriter, project, run, folder, config)
         case "trackio":
-            made = partial(TrackioWriter, project, run, folder, config)
+            make = partial(TrackioWriter, project, run, folder, config)
         case _:
             raise SettingsError(f"expected tensorboard, wandb or trackio in tracking.to, got {name!r}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Some libraries hide that they cannot write, and go on in memory.
+        # A test write: some libraries do not report that they cannot write, and keep everything in memory.
         with tempfile.TemporaryFile(dir=folder):
             pass
-        return import_again(made, name)
+        return import_again(make, name)
     except SettingsError:
         raise
     except Exception as error:
@@ -235,14 +237,16 @@ def _cannot_open(name: str, folder: Path, error: Exception) -> SettingsError:
     else:
         what = f"try {name} by itself"
     got = " ".join(f"{type(error).__name__}: {error}".split())
-    return SettingsError(f"expected to open {name} of tracking.to in {folder}, got {got}; {what}, or leave it out")
+    return SettingsError(
+        f"expected to open {name} of tracking.to in {folder}, got {got}; {what}, or remove it from tracking.to"
+    )
 
 
 def check_installed(settings: TrackingSettings) -> None:
-    """Make sure of the trackers' packages before anything is started.
+    """Check that the trackers' packages are installed, before any process starts.
 
     Raises:
-        SettingsError: one of them is not installed.
+        SettingsError: a package is not installed.
     """
     for name in settings.to:
         if importlib.util.find_spec(name) is None:
@@ -250,10 +254,10 @@ def check_installed(settings: TrackingSettings) -> None:
 
 
 def try_trackers(settings: TrackingSettings) -> None:
-    """Import the trackers, and look whether somebody is logged in where that is needed; opens none. Takes seconds.
+    """Import the trackers, and check the login if one is needed; opens none. Takes seconds.
 
     Raises:
-        SettingsError: one of them is not installed or cannot be imported, or the user is not logged in.
+        SettingsError: a package is not installed or cannot be imported, or the user is not logged in.
     """
     check_installed(settings)
     for name in settings.to:
@@ -261,8 +265,8 @@ def try_trackers(settings: TrackingSettings) -> None:
         mode = os.environ.get("WANDB_MODE", _WANDB_MODE)
         if name == "wandb" and mode not in _WANDB_ALONE and not _is_logged_in(library):
             raise SettingsError(
-                f"expected a login of W&B for tracking.to and WANDB_MODE={mode}, got none that is let in; {_LOG_IN}, "
-                "or leave it out"
+                f"expected a valid W&B login for tracking.to with WANDB_MODE={mode}, got none; {_LOG_IN}, "
+                "or remove it from tracking.to"
             )
 
 
@@ -270,7 +274,7 @@ def _is_logged_in(wandb: Any) -> bool:
     try:
         return bool(wandb.login(prompt=False))
     except TypeError:
-        return True  # an older one, which can only be asked at a terminal
+        return True  # an older wandb, which can check the login only at a terminal
     except Exception as error:
         log.warning("W&B refuses its login", error=" ".join(str(error).split()))
         return False
@@ -279,7 +283,7 @@ def _is_logged_in(wandb: Any) -> bool:
 def _not_installed(package: str, got: str) -> SettingsError:
     return SettingsError(
         f'expected the package {package} for tracking.to = ["{package}"], got {got}; '
-        f"install it with `pip install {package}`, or leave it out"
+        f"install it with `pip install {package}`, or remove it from tracking.to"
     )
 
 
@@ -291,7 +295,7 @@ def _library(module: str, package: str) -> Any:
 
 
 class TensorBoardWriter:
-    """Scalars in an event file; ``tensorboard --logdir`` the folder."""
+    """Writes scalars to an event file; show it with ``tensorboard --logdir`` and the folder."""
 
     def __init__(self, folder: Path) -> None:
         summary = _library(_MODULES["tensorboard"], "tensorboard")
@@ -308,32 +312,32 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """An offline run; ``wandb sync`` sends it later."""
+    """Writes an offline run, which ``wandb sync`` can send later."""
 
     def __init__(self, project: str, run: str, folder: Path, config: Mapping[str, Any]) -> None:
         self._library = wandb = _library("wandb", "wandb")
         mode = os.environ.get("WANDB_MODE", _WANDB_MODE)
         settings = wandb.Settings(console="off", silent=True, x_disable_stats=True, x_disable_meta=True)
-        if hasattr(settings, "finish_timeout"):  # an older wandb has no bound
+        if hasattr(settings, "finish_timeout"):  # an older wandb has no time limit
             settings.finish_timeout_raises = True
             if "WANDB_FINISH_TIMEOUT" not in os.environ:
                 settings.finish_timeout = WANDB_FINISH_S
 
-        def begin() -> Any:
-            begun = wandb.init(
+        def start() -> Any:
+            started = wandb.init(
                 project=project, name=run, id=run, dir=str(folder), config=dict(config), mode=mode, settings=settings
             )
-            begun.define_metric("*", step_metric=STEP)  # the horizontal axis of every metric
-            return begun
+            started.define_metric("*", step_metric=STEP)  # the horizontal axis of every metric
+            return started
 
         try:
-            self._run = begin()
+            self._run = start()
         except ConnectionError as error:
-            # To its own service, a process on this machine, which has died; errors of its server have other classes.
+            # The connection to wandb's service, a local process that has died. Errors of its server have other classes.
             log.warning("W&B's service died, starting it once more", error=str(error))
             with contextlib.suppress(Exception):
                 wandb.teardown()
-            self._run = begin()
+            self._run = start()
 
     def write(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
         """See ``TrackerWriter``."""
@@ -341,21 +345,21 @@ class WandbWriter:
 
     def close(self) -> None:
         """See ``TrackerWriter``."""
-        folder = Path(self._run.dir).parent  # of the files that wandb sync takes
+        folder = Path(self._run.dir).parent  # the folder that `wandb sync` takes
         try:
             self._run.finish()
         except TimeoutError:
-            log.warning(f"W&B was not sent everything in time; all is kept, send it with `wandb sync {folder}`")
+            log.warning(f"not everything was sent to W&B in time; all is kept, send it with `wandb sync {folder}`")
         finally:
-            # Its service writes what is left and ends, instead of staying as long as we do.
+            # wandb's service writes the rest and ends now, instead of running as long as this process.
             self._library.teardown()
 
 
 class TrackioWriter:
-    """A local trackio project; ``trackio show`` with ``TRACKIO_DIR`` set to the folder."""
+    """Writes a local trackio project; show it with ``trackio show`` and ``TRACKIO_DIR`` set to the folder."""
 
     def __init__(self, project: str, run: str, folder: Path, config: Mapping[str, Any]) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str(folder))  # before the import, at which the library may read it
+        os.environ.setdefault("TRACKIO_DIR", str(folder))  # before the import, since the library may read it then
         self._trackio = _library("trackio", "trackio")
         self._trackio.init(project=project, name=run, config=dict(config), resume="allow", embed=False)
 

@@ -1,1 +1,1 @@
-"""Where each record of a run stands, by name: a fold of its topics in a file that can be thrown away at any time."""
+"""An index of a run's records by name: a fold of its topics in a file, which can be deleted at any time."""

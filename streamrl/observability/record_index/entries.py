@@ -1,6 +1,6 @@
-"""What one record adds to the index: names and positions, and no text, array or reward. Pure.
+"""The rows that a record adds to the index: names and positions, without texts, arrays or rewards. Pure.
 
-Of a trajectory only the id is read, which is the first field of its frame, and of a work order only the key.
+From a trajectory only the id is read, the first field of its frame; from a work order only the record's key.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,16 +18,16 @@ from streamrl.schemas.reports import CarriedOver, Heartbeat, RecordRef, RefusedS
 from streamrl.schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
 
 RETRY_OF = "dlq-retry-of"
-"""Header of a record that was sent once more: partition and offset of the refused one on the same topic."""
+"""Header of a record that was sent again: partition and offset of the refused one on the same topic."""
 WHOLE_GROUP = -1
-"""In place of a sample's number: all samples of the group, or the thing itself where a name has no number."""
+"""Stands for all samples of a group, in place of a sample's number; also for a name that has no number."""
 _SAMPLE_DIGITS = 9
 _MARKED_BYTES = 256
-"""Of a value, in the mark by which its record is known again: a frame begins with its id."""
+"""Bytes of a value that enter its record's mark. A frame starts with its id, so they distinguish records."""
 
 
 class Kind(IntEnum):
-    """What a named row stands for: the record at its position. Numbers are those in the file."""
+    """The kind of record that a named row stands for. The numbers are stored in the file."""
 
     TRAJECTORY = 0
     ORDER = 1
@@ -36,7 +36,7 @@ class Kind(IntEnum):
 
 
 class RefKind(IntEnum):
-    """What a row stands for that is known by a position on the trajectories topic instead of by a name."""
+    """The kind of a row that refers to a position on the trajectories topic instead of a name."""
 
     UNNAMED_SKIP = 0
     DEAD_LETTER = 1
@@ -44,7 +44,7 @@ class RefKind(IntEnum):
 
 
 class StepKind(IntEnum):
-    """A report on the steps topic."""
+    """The kind of a report on the steps topic."""
 
     LINEAGE_START = 0
     STEP = 1
@@ -62,7 +62,10 @@ class NamedRow(NamedTuple):
 
 
 class RefRow(NamedTuple):
-    """``of``: partition and offset on the trajectories topic; then where the record stands that is about it."""
+    """A record about a trajectory.
+
+    ``of_partition``, ``of_offset``: the position on the trajectories topic; then the position of the record about it.
+    """
 
     kind: RefKind
     of_partition: int
@@ -72,7 +75,7 @@ class RefRow(NamedTuple):
 
 
 class StepRow(NamedTuple):
-    """A step report without what it trained: enough to tell which steps survive."""
+    """A step report without its trajectories: enough to decide which steps survive."""
 
     offset: int
     algorithm: str
@@ -88,7 +91,7 @@ class StepRow(NamedTuple):
 
 
 class WeightsRow(NamedTuple):
-    """The first sign of weights: a worker's heartbeat, or, without a worker, their announcement."""
+    """The first mention of a version: in a worker's heartbeat, or with an empty ``worker`` in its announcement."""
 
     worker: str
     lineage: int
@@ -98,7 +101,7 @@ class WeightsRow(NamedTuple):
 
 @dataclass
 class Rows:
-    """Of some records."""
+    """The rows of some records."""
 
     named: list[NamedRow] = field(default_factory=list)
     refs: list[RefRow] = field(default_factory=list)
@@ -107,9 +110,9 @@ class Rows:
 
 
 def split_name(name: str) -> tuple[str, int]:
-    """Group and sample of a trajectory id; a text that is none is a group of its own."""
+    """Group and sample of a trajectory id. Any other text counts as a group."""
     group, _, sample = name.rpartition("/")
-    # Only the one way in which an id is written: "a/07" is not the name of sample 7.
+    # Only the canonical form of an id counts: "a/07" is not the name of sample 7.
     if group and sample.isascii() and sample.isdigit() and len(sample) <= _SAMPLE_DIGITS and str(int(sample)) == sample:
         return group, int(sample)
     return name, WHOLE_GROUP
@@ -121,27 +124,27 @@ def joined_name(group: str, sample: int) -> str:
 
 
 def mark_of(record: Record) -> int:
-    """A number by which a record is known again, as SQLite holds numbers: signed."""
+    """A hash that identifies a record, as a signed number, which SQLite can store."""
     value = record.value or b""
     content = repr((record.key, record.timestamp, len(value))).encode(errors="replace") + value[:_MARKED_BYTES]
     return xxhash.xxh3_64_intdigest(content) - (1 << 63)
 
 
 def position_in(content: bytes | None) -> tuple[int, int] | None:
-    """Partition and offset as a retry's header tells them, if it does: anybody may write one."""
+    """Partition and offset from a retry's header; None if it is malformed: headers come from outside."""
     partition, _, offset = (content or b"").decode(errors="replace").partition("@")
     numbers = (number(partition), number(offset))
     return None if numbers[0] is None or numbers[1] is None else (numbers[0], numbers[1])
 
 
 def number(text: str | None) -> int | None:
-    """A number out of a header, if it is one: headers come from outside."""
+    """A number from a header; None if it is malformed: headers come from outside."""
     # At most 18 digits, the range of an offset.
     return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 19 else None
 
 
 def refused_position(headers: Headers, topic: str) -> tuple[int, int] | None:
-    """Where the record stands that became this dead letter, if it is one of the topic and the headers tell."""
+    """The position of the record that became this dead letter; None if it is another topic's or headers are missing."""
     named = {name: (content or b"").decode(errors="replace") for name, content in headers}
     partition, offset = number(named.get("dlq-partition")), number(named.get("dlq-offset"))
     if named.get("dlq-topic") != topic or partition is None or offset is None:
@@ -150,7 +153,7 @@ def refused_position(headers: Headers, topic: str) -> tuple[int, int] | None:
 
 
 class Fold:
-    """Adds records of one run's topics to rows. ``topics``: full names of those it takes."""
+    """Turns records of one run's topics into rows. ``topics``: full names of the topics that it takes."""
 
     def __init__(self, run: str) -> None:
         handlers: dict[Topic, Callable[[Record, Rows], None]] = {
@@ -168,7 +171,7 @@ class Fold:
         self.compacted = frozenset(t.full_name(run) for t in handlers if t.cleanup_policy == "compact")
 
     def add(self, record: Record, rows: Rows) -> None:
-        """Take a record; what does not decode adds what can be told of it."""
+        """Add the rows of a record. A record that does not decode adds the rows that are known without decoding."""
         self._handlers[record.topic](record, rows)
 
     def _trajectory(self, record: Record, rows: Rows) -> None:
@@ -219,7 +222,7 @@ class Fold:
             )
         elif not isinstance(message, CarriedOver):
             return
-        # One row a group and not one a sample: the report itself says which record is in which micro-batch.
+        # One row per group, not per sample: the report itself says which record is in which micro-batch.
         for group in dict.fromkeys(_group_of(ref) for ref in _refs_of(message)):
             rows.named.append(NamedRow(group, Kind.STEP, WHOLE_GROUP, record.partition, record.offset))
 
@@ -245,7 +248,7 @@ class Fold:
 
     def _heartbeat(self, record: Record, rows: Rows) -> None:
         message = message_of(record)
-        # An arm's versions are its own: one with a served version's number says nothing of that.
+        # An arm's versions are its own, even if their numbers equal those of served versions.
         if isinstance(message, Heartbeat) and not message.policy:
             rows.weights.append(WeightsRow(message.worker_id, *message.version, message.sent_at))
 

@@ -1,10 +1,10 @@
-"""Keeps a run's index up to what its topics hold; reads only, joins no group and commits nothing.
+"""Keeps a run's index up to date with its topics. It only reads: it joins no group and commits nothing.
 
 Invariants, each with a test of its name:
-- what_was_read_is_not_read_again: a partition goes on at the last record that was read, which shows that it is still
-  the same log;
-- a_topic_made_anew_begins_a_new_index: a log that ends before the index, or has another record where that one was,
-  is not the one that was indexed.
+- records_are_read_once: each partition continues at the last record that was read, which shows that it is still the
+  same log;
+- a_recreated_topic_starts_a_new_index: a log that ends before the index, or has another record at an indexed position,
+  is not the log that was indexed.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from streamrl.schemas.errors import BusError, BusUnavailable, DataLossRefused, U
 from streamrl.schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES
 
 CHUNK = 4000
-"""Records a transaction: some milliseconds of writing, and what is read again at most when a process is killed."""
+"""Records per transaction: some milliseconds of writing, and the most that a killed process has to read again."""
 ATTEMPTS = 5
-"""In a row at what others may get in the way of: another writer, retention, a topic made anew."""
+"""Attempts in a row, since another writer, retention or a recreated topic may interfere."""
 FOLLOW_EVERY_S = 15.0
-"""Of a run that goes on: to ask for the ends of all partitions costs some hundredths of a second."""
+"""Seconds between two looks: reading the ends of all partitions costs some hundredths of a second."""
 FIRST_FOLLOW_S = 1.0
 JUDGING = (STEPS, SKIPS, DEAD_LETTERS, CONTROL, HEARTBEATS)
 
@@ -36,19 +36,20 @@ log = structlog.get_logger()
 
 
 class _Overtaken(Exception):
-    """Another process has read on meanwhile."""
+    """Another process has moved a read position in the meantime."""
 
 
 class _OtherLog(Exception):
-    """A partition does not hold what was indexed."""
+    """A partition does not hold the records that were indexed."""
 
 
 @dataclass
 class IndexFollower:
-    """``unread``: offsets that the catching up under way has before it. ``progress``: told what is done, of all.
+    """Keeps ``index`` up to date with a run's topics.
 
-    ``judging``: full names of the topics that say what became of trajectories: a few partitions with few records, where
-    the others are many with many.
+    ``progress``: called with the number of offsets done and the total. ``unread``: offsets that the current
+    ``catch_up`` has still to read. ``judging``: full names of the topics that decide the fates of trajectories. They
+    have few partitions and records, compared with the others.
     """
 
     history: History
@@ -68,7 +69,7 @@ class IndexFollower:
         self.judging = tuple(topic.full_name(self.run_name) for topic in JUDGING)
 
     def caught_up_at(self, topics: Iterable[str] | None = None) -> float | None:
-        """Since when all of them, or of these, may have more than the index has; None: it never had all of some."""
+        """When all topics, or these, were last read to their ends, by the loop's clock; None: some never were."""
         times = [self._caught_up_at.get(topic) for topic in (self._fold.topics if topics is None else topics)]
         known = [at for at in times if at is not None]
         return min(known) if len(known) == len(times) else None
@@ -76,8 +77,8 @@ class IndexFollower:
     async def run(self, stop: asyncio.Event) -> None:
         """Keep the index up to date.
 
-        Consumes: the run's topics, from where the index ends. Produces: rows of the index.
-        Waits for: its pace. On failure: tried again at the next turn; whoever needs the index reads what is missing.
+        Consumes: the run's topics, from the end of the index on. Produces: rows of the index.
+        Waits for: its pace. On failure: tries again at the next turn; a reader of the index catches up by itself.
         On stop: returns at once.
         """
         pause = FIRST_FOLLOW_S
@@ -94,20 +95,20 @@ class IndexFollower:
                 log.debug("the index of records is behind", error=str(error))
 
     async def catch_up(self, topics: Iterable[str] | None = None) -> None:
-        """Read what came since the last time, on all topics or on these; of whom several call, one reads.
+        """Read the records since the last time, on all topics or on these. Of several callers only one reads.
 
         Raises:
             BusUnavailable: no broker answers.
-            UserError: the run has no topics there.
+            UserError: the broker has no topics of the run, or the index cannot be written.
         """
         asked_at = asyncio.get_running_loop().time()
         wanted = self._fold.topics if topics is None else tuple(topics)
         async with self._lock:
-            # Somebody else has caught up since this was asked for.
+            # Another caller has caught up since this call.
             if (caught_up_at := self.caught_up_at(wanted)) is not None and caught_up_at > asked_at:
                 return
             for attempt in range(ATTEMPTS):
-                began = asyncio.get_running_loop().time()
+                started_at = asyncio.get_running_loop().time()
                 try:
                     await self._read_on(wanted)
                 except (_Overtaken, DataLossRefused) as error:
@@ -117,24 +118,24 @@ class IndexFollower:
                         ) from error
                 except sqlite3.OperationalError as error:
                     raise UserError(
-                        f"expected to write {self.index.path}, got: {error}; make room, or delete it"
+                        f"expected to write {self.index.path}, got: {error}; free disk space, or delete the file"
                     ) from error
                 except (_OtherLog, sqlite3.DatabaseError) as error:
                     if attempt + 1 == ATTEMPTS:
-                        raise BusError(f"expected topics that stay what they are, got: {error}") from error
-                    log.warning("the index of records is begun anew", run=self.run_name, because=str(error))
+                        raise BusError(f"expected topics that do not change under the index, got: {error}") from error
+                    log.warning("the index of records is rebuilt", run=self.run_name, because=str(error))
                     self.index.clear()
                     self._caught_up_at.clear()
-                    # What is begun anew is of no use without the records themselves.
+                    # A new index needs all topics.
                     wanted = self._fold.topics
                 else:
-                    self._caught_up_at |= dict.fromkeys(wanted, began)
+                    self._caught_up_at |= dict.fromkeys(wanted, started_at)
                     return
                 finally:
                     self.unread = 0
 
     async def rebuild(self) -> None:
-        """Forget all, and read everything again.
+        """Clear the index, and read everything again.
 
         Raises:
             BusUnavailable: no broker answers.
@@ -163,11 +164,11 @@ class IndexFollower:
                 if tp in known and record.offset < known[tp].next:
                     continue
                 self._fold.add(record, chunk.rows)
-                if chunk.took(tp, record) >= CHUNK:
+                if chunk.note(tp, record) >= CHUNK:
                     chunk.write()
                     self.unread = max(0, total - done)
                     self.progress(done, total)
-                    # Whoever shares the loop gets its turn between two transactions.
+                    # Other tasks of the event loop get their turn between two transactions.
                     await asyncio.sleep(0)
         if lost := [tp for tp in anchored if tp.topic not in self._fold.compacted]:
             raise _OtherLog(f"{lost[0].topic}/{lost[0].partition} has no record at {anchored[lost[0]].anchor}")
@@ -180,7 +181,7 @@ class IndexFollower:
         trajectories = TRAJECTORIES.full_name(self.run_name)
         if trajectories in topics and not any(tp.topic == trajectories for tp in held):
             raise UserError(
-                f"expected the topics of run {self.run_name!r}, found none: check its name and the broker's address"
+                f"expected the topics of run {self.run_name!r}, found none; check its name and the broker's address"
             )
         for tp, read in known.items():
             if tp not in held:
@@ -192,13 +193,13 @@ class IndexFollower:
         if record.offset == before.anchor:
             if mark_of(record) != before.mark:
                 raise _OtherLog(f"another record at {record.topic}/{record.partition}@{record.offset} than was indexed")
-        # Compaction takes away what a later record of its key has replaced.
+        # Compaction removes a record when a later one has the same key.
         elif record.topic not in self._fold.compacted:
             raise _OtherLog(f"no record at {record.topic}/{record.partition}@{before.anchor}, where one was indexed")
 
 
 def _wanted(held: Extent, read: ReadPosition | None) -> Extent | None:
-    """What is to be read of a partition: from the last record that was read on, so that it shows itself again."""
+    """The offsets to read of a partition, from the last record read before on, which must be there again."""
     following = held.first if read is None else max(held.first, read.next)
     if following >= held.end:
         return None
@@ -208,7 +209,7 @@ def _wanted(held: Extent, read: ReadPosition | None) -> Extent | None:
 
 
 class _Chunk:
-    """Rows of the records since the last transaction, and how far they reach."""
+    """The rows of the records since the last transaction, and the new read positions."""
 
     def __init__(self, index: RecordIndex, known: dict[TopicPartition, ReadPosition]) -> None:
         self.rows = Rows()
@@ -217,18 +218,18 @@ class _Chunk:
         self._last: dict[TopicPartition, Record] = {}
         self._count = 0
 
-    def took(self, tp: TopicPartition, record: Record) -> int:
-        """Note that the record's rows are in; how many records there are."""
+    def note(self, tp: TopicPartition, record: Record) -> int:
+        """Note a record whose rows were added; returns the number of records."""
         self._last[tp] = record
         self._count += 1
         return self._count
 
     def write(self) -> None:
-        """Raises _Overtaken."""
+        """Write the rows up to the last record of each partition. Raises _Overtaken."""
         self._write({tp: _progress(record, record.offset + 1) for tp, record in self._last.items()})
 
     def finish(self, ends: dict[TopicPartition, int]) -> None:
-        """Write the rest; partitions were read to these ends, also where no record stands last. Raises _Overtaken."""
+        """Write the rest. ``ends``: up to where each partition was read, with or without records. Raises _Overtaken."""
         after = {}
         for tp, end in ends.items():
             if (record := self._last.get(tp)) is not None:

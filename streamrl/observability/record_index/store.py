@@ -1,13 +1,13 @@
-"""The index in an SQLite file: what stands where, and how far each partition was read.
+"""The index in an SQLite file: the position of each record, and how far each partition was read.
 
 Invariants, each with a test of its name:
-- rows_and_positions_move_together: they are written in one transaction, so a process that is killed leaves an index of
-  what it had read, and the next one goes on from there;
-- two_writers_do_not_disturb_each_other: who finds that another has read on meanwhile writes nothing, and goes on there;
-- a_damaged_file_is_begun_anew: it holds nothing that the topics do not;
-- what_needs_every_step_is_read_once, and again when anybody has written: a look-up costs the same in a long run.
+- rows_and_positions_move_together: both are written in one transaction, so a killed process leaves an index of all it
+  had read, and the next one continues from there;
+- two_writers_do_not_disturb_each_other: a writer that finds another one ahead writes nothing, and continues from there;
+- a_damaged_file_is_rebuilt: the file holds nothing that the topics do not hold;
+- queries_over_all_steps_are_cached until any process writes, so that a look-up costs the same in a long run.
 
-About 45 bytes a trajectory: a group's name stands in it once, and what belongs to it are rows of small numbers.
+The file has about 45 bytes per trajectory: each group's name once, and rows of small numbers.
 """
 
 import sqlite3
@@ -23,14 +23,14 @@ from streamrl.observability.record_index.entries import Kind, RefKind, RefRow, R
 from streamrl.schemas.identifiers import PolicyVersion
 
 FORMAT = 2
-"""Of the file. One of another format is begun anew."""
+"""Version of the file's format. A file of another format is rebuilt."""
 BUSY_S = 20.0
-"""How long to wait for another writer; its transactions take milliseconds."""
+"""Seconds to wait for another writer; its transactions take milliseconds."""
 CACHE_KIB = 32 << 10
 JOURNAL_BYTES = 4 << 20
-"""That are kept of the file's journal once it is written back."""
+"""Largest size of the file's journal after it was written back."""
 KNOWN_GROUPS = 100_000
-"""Numbers of groups that are kept at hand while records are added."""
+"""Most groups whose numbers are cached while records are added."""
 _SCHEMA = (
     "CREATE TABLE reading(topic TEXT, number INT, next INT NOT NULL, anchor INT, mark INT, PRIMARY KEY(topic, number)) "
     "WITHOUT ROWID",
@@ -51,7 +51,7 @@ log = structlog.get_logger()
 
 
 class ReadPosition(NamedTuple):
-    """How far a partition was read: the offset to go on from, and the last record that was, by offset and mark."""
+    """How far a partition was read: the next offset, and the offset and mark of the last record read."""
 
     next: int
     anchor: int | None = None
@@ -59,7 +59,7 @@ class ReadPosition(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A record of a group: of which sample, and where on the topic of its kind."""
+    """A record of a group: its sample, and its position on the topic of its kind."""
 
     sample: int
     partition: int
@@ -67,29 +67,29 @@ class Place(NamedTuple):
 
 
 class RecordIndex:
-    """One run's index. ``path`` None: in memory. Not for several threads."""
+    """One run's index. ``path``: None for an index in memory. Not thread-safe."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._numbers: dict[str, int] = {}
         self._of_all_steps: dict[tuple[str, str], tuple[tuple[int, int], list[tuple[Any, ...]]]] = {}
-        self._database = self._opened()
+        self._database = self._open()
 
-    def _opened(self) -> sqlite3.Connection:
+    def _open(self) -> sqlite3.Connection:
         try:
-            return self._connected()
+            return self._connect()
         except sqlite3.DatabaseError as error:
-            # Busy is no damage, and a folder that cannot be written is the caller's to see.
+            # A busy file is not damaged, and the caller handles a folder that cannot be written.
             if self.path is None or isinstance(error, sqlite3.OperationalError):
                 raise
-            log.warning("the index of records is damaged and is begun anew", path=str(self.path), error=str(error))
+            log.warning("the index of records is damaged and is rebuilt", path=str(self.path), error=str(error))
             self._delete()
-            return self._connected()
+            return self._connect()
 
-    def _connected(self) -> sqlite3.Connection:
+    def _connect(self) -> sqlite3.Connection:
         database = sqlite3.connect(self.path or ":memory:", timeout=BUSY_S, isolation_level=None)
         try:
-            # Readers and the one writer do not wait for each other, and a loss of power leaves what was written last.
+            # With WAL, readers and the writer do not wait for each other, and a power cut does not damage the file.
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = NORMAL")
             database.execute(f"PRAGMA journal_size_limit = {JOURNAL_BYTES}")
@@ -106,9 +106,9 @@ class RecordIndex:
             return
         database.execute("BEGIN IMMEDIATE")
         with _transaction(database):
-            # Another process may have been quicker.
+            # Another process may have done it already.
             if database.execute("PRAGMA user_version").fetchone()[0] != FORMAT:
-                _make(database)
+                _create_tables(database)
 
     def _delete(self) -> None:
         assert self.path is not None
@@ -117,7 +117,7 @@ class RecordIndex:
                 Path(f"{self.path}{suffix}").unlink()
 
     def close(self) -> None:
-        """Release; idempotent."""
+        """Close the file; idempotent."""
         self._database.close()
 
     def __enter__(self) -> Self:
@@ -127,19 +127,19 @@ class RecordIndex:
         self.close()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Delete all rows and read positions."""
         self._numbers.clear()
         try:
             self._database.execute("BEGIN IMMEDIATE")
             with _transaction(self._database):
-                _make(self._database)
+                _create_tables(self._database)
         except sqlite3.DatabaseError as error:
             if self.path is None or isinstance(error, sqlite3.OperationalError):
                 raise
             self._database.close()
             self._delete()
-            self._database = self._connected()
-        # Of another file both numbers of the stamp may be the same.
+            self._database = self._connect()
+        # A new file may have the same two numbers in its stamp.
         self._of_all_steps.clear()
 
     def reading(self) -> dict[TopicPartition, ReadPosition]:
@@ -150,9 +150,9 @@ class RecordIndex:
     def add(
         self, rows: Rows, before: Mapping[TopicPartition, ReadPosition], after: Mapping[TopicPartition, ReadPosition]
     ) -> bool:
-        """Write rows, and that these partitions were read from ``before`` to ``after``; whether it was done.
+        """Write rows, and move the read positions of partitions from ``before`` to ``after``.
 
-        It is not where another process has moved one of them meanwhile.
+        Returns False, and writes nothing, if another process has moved one of the positions in the meantime.
         """
         database = self._database
         database.execute("BEGIN IMMEDIATE")
@@ -170,17 +170,17 @@ class RecordIndex:
         return True
 
     def _write(self, rows: Rows) -> None:
-        database, numbers = self._database, self._numbered({row.group for row in rows.named})
-        # Sorted, so that neighbours go into one page one after the other.
+        database, numbers = self._database, self._group_numbers({row.group for row in rows.named})
+        # Sorted, so that neighbouring rows are written to one page together.
         named = sorted((numbers[group], kind, *place) for group, kind, *place in rows.named)
         database.executemany("INSERT OR IGNORE INTO named VALUES (?, ?, ?, ?, ?)", named)
         database.executemany("INSERT OR IGNORE INTO refs VALUES (?, ?, ?, ?, ?)", rows.refs)
         database.executemany("INSERT OR IGNORE INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows.steps)
-        for row in _news(rows.weights):
+        for row in _only_newer(rows.weights):
             self._write_weights(row)
 
-    def _numbered(self, names: set[str]) -> dict[str, int]:
-        """The number of each group, given to those that have none."""
+    def _group_numbers(self, names: set[str]) -> dict[str, int]:
+        """The number of each group; new groups get one."""
         database, known = self._database, self._numbers
         if len(known) + len(names) > KNOWN_GROUPS:
             known.clear()
@@ -191,7 +191,7 @@ class RecordIndex:
         return {name: known[name] for name in names}
 
     def _write_weights(self, row: WeightsRow) -> None:
-        """Only what is newer than all before: of a version, that is its first sign."""
+        """Write the row if its version is newer than all before, so that each version's first mention is kept."""
         newest = self._database.execute(
             "SELECT lineage, version FROM weights WHERE is_beat = ? ORDER BY lineage DESC, version DESC LIMIT 1",
             (row.worker != "",),
@@ -203,7 +203,7 @@ class RecordIndex:
             )
 
     def places(self, group: str, kind: Kind, sample: int | None = None) -> list[Place]:
-        """Records of a group, or of one sample of it; by sample, then in the order in which they stand."""
+        """Records of a group, or of one sample of it, by sample, partition and offset."""
         lowest, highest = (_LEAST, _MOST) if sample is None else (sample, sample)
         rows = self._database.execute(
             "SELECT sample, named.number, position FROM named JOIN groups ON groups.number = grp "
@@ -213,8 +213,8 @@ class RecordIndex:
         return [Place(*row) for row in rows]
 
     def groups_under(self, prefix: str, most: int) -> list[str]:
-        """Names of groups that begin with this and a slash, such as all passes of a prompt, at most so many."""
-        # "0" comes right after "/": between the two lie all texts that go on behind the slash.
+        """Names of groups that start with this and a slash, such as all passes of a prompt; at most ``most``."""
+        # "0" comes right after "/" in sort order: all texts with the slash lie between the two.
         rows = self._database.execute(
             "SELECT name FROM groups WHERE name > ? AND name < ? ORDER BY name LIMIT ?",
             (f"{prefix}/", f"{prefix}0", most),
@@ -222,7 +222,7 @@ class RecordIndex:
         return [name for (name,) in rows]
 
     def refs(self, kind: RefKind, of: Iterable[tuple[int, int]]) -> list[RefRow]:
-        """Records that are about these positions of the trajectories topic."""
+        """Records about these positions of the trajectories topic."""
         found = []
         for position in of:
             rows = self._database.execute(
@@ -234,7 +234,7 @@ class RecordIndex:
         return found
 
     def first_reports(self, algorithm: str) -> list[StepRow]:
-        """The first report of each lineage: its announcement, or where that is gone, the first step that is left."""
+        """The first report of each lineage: its start, or if that is gone, its first remaining step."""
         rows = self._over_all_steps(
             "SELECT * FROM steps WHERE position IN "
             "(SELECT min(position) FROM steps WHERE algorithm = ? AND kind != ? GROUP BY lineage)",
@@ -244,7 +244,7 @@ class RecordIndex:
         return [StepRow(*row) for row in rows]
 
     def last_steps(self, algorithm: str) -> dict[int, int]:
-        """The last step of each lineage that took one."""
+        """The last step of each lineage that took any."""
         rows = self._over_all_steps(
             "SELECT lineage, max(version) FROM steps WHERE algorithm = ? AND kind = ? GROUP BY lineage",
             algorithm,
@@ -253,9 +253,9 @@ class RecordIndex:
         return dict(rows)
 
     def _over_all_steps(self, query: str, algorithm: str, kind: StepKind) -> list[tuple[Any, ...]]:
-        """What a query finds that goes over every step, some milliseconds in a long run: kept until somebody writes."""
+        """The result of a query over all steps, which takes milliseconds in a long run: cached until the next write."""
         database = self._database
-        # The first grows when another connection has written, the second when this one has.
+        # The first number grows when another connection writes, the second when this one does.
         stamp = (database.execute("PRAGMA data_version").fetchone()[0], database.total_changes)
         known = self._of_all_steps.get((query, algorithm))
         if known is None or known[0] != stamp:
@@ -266,7 +266,7 @@ class RecordIndex:
         return known[1]
 
     def is_finished(self, algorithm: str) -> bool:
-        """Whether the last report says that the run is."""
+        """Whether the last report says that the run is finished."""
         row = self._database.execute(
             "SELECT finished FROM steps WHERE algorithm = ? AND kind != ? ORDER BY position DESC LIMIT 1",
             (algorithm, StepKind.REFUSED),
@@ -274,7 +274,7 @@ class RecordIndex:
         return row is not None and bool(row[0])
 
     def first_weights(self, version: PolicyVersion, *, in_use: bool) -> WeightsRow | None:
-        """The first announcement of these weights or newer ones, or the first heartbeat with such."""
+        """The first announcement of these or newer weights; with ``in_use``, the first heartbeat with them."""
         row = self._database.execute(
             "SELECT worker, lineage, version, sent_at FROM weights WHERE is_beat = ? AND (lineage, version) >= (?, ?) "
             "ORDER BY lineage, version LIMIT 1",
@@ -284,7 +284,7 @@ class RecordIndex:
 
 
 class _transaction:
-    """Commits what was begun, or rolls it back on an error."""
+    """Commits the open transaction after the block, or rolls it back on an error."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
@@ -296,7 +296,7 @@ class _transaction:
         self._database.execute("COMMIT" if error is None else "ROLLBACK")
 
 
-def _make(database: sqlite3.Connection) -> None:
+def _create_tables(database: sqlite3.Connection) -> None:
     with closing(database.cursor()) as cursor:
         for name in _TABLES:
             cursor.execute(f"DROP TABLE IF EXISTS {name}")
@@ -305,8 +305,8 @@ def _make(database: sqlite3.Connection) -> None:
         cursor.execute(f"PRAGMA user_version = {FORMAT}")
 
 
-def _news(rows: Iterable[WeightsRow]) -> list[WeightsRow]:
-    """Rows that are newer than all of their kind before them: few of many heartbeats."""
+def _only_newer(rows: Iterable[WeightsRow]) -> list[WeightsRow]:
+    """The rows that are newer than all rows of their kind before them: few of many heartbeats."""
     newest: dict[bool, tuple[int, int]] = {}
     found = []
     for row in rows:

@@ -1,1 +1,1 @@
-"""A run as it is at this moment, folded from its topics: what terminal, dashboard and progress lines show."""
+"""The present state of a run, folded from its topics. Terminal, dashboard and progress lines show it."""

@@ -1,7 +1,7 @@
-"""What a run's records add up to: bounded aggregates, each of which takes one kind of figure. Pure.
+"""Bounded aggregates of a run's records, one for each kind of figure. Pure.
 
-Invariant each_is_bounded: whatever comes, what an aggregate holds has an upper limit. Times are epoch seconds, and come
-with the figures: no aggregate asks a clock.
+Invariant each_is_bounded: the size of an aggregate has an upper limit, whatever it is given. Times are epoch seconds
+and come with the figures: no aggregate reads a clock.
 """
 
 import math
@@ -17,17 +17,17 @@ from streamrl.schemas.reports import StepReport
 
 NO_VERSION = PolicyVersion(0, 0)
 KEPT_STEPS = 2000
-"""Steps kept whole, some megabytes. A resumed trainer falls back to a checkpoint, hardly ever further than that."""
+"""Number of steps kept whole, some megabytes. A resumed trainer hardly ever falls back further than that."""
 ENDS = 5
-"""Steps whose mean reward stands for the beginning of a run, and for its end: one step alone is noisy."""
+"""Number of steps whose mean reward stands for a run's start, and for its end: a single step is noisy."""
 RATE_STEPS = 10
 LAG_PREFIX = "kafka/lag/bucket_"
-"""Of metrics of a step: records of a length bucket that are not finished."""
+"""Prefix of a step's metrics that count the unfinished records of a length bucket."""
 K = TypeVar("K")
 
 
 class StepEntry(NamedTuple):
-    """One optimizer step as the trainer reported it. ``trajectories``: in its micro-batches."""
+    """One optimizer step as the trainer reported it. ``trajectories``: their number in its micro-batches."""
 
     step: int
     version: PolicyVersion
@@ -38,7 +38,7 @@ class StepEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSums:
-    """Over many steps. ``tokens``: of completions; seconds of whole steps and of waiting for a batch.
+    """Sums over many steps. ``tokens``: of completions. ``step_s``, ``wait_s``: seconds of steps, and of waiting.
 
     ``staleness`` is a sum over trajectories, so that dividing by ``trajectories`` gives their mean.
     """
@@ -51,14 +51,14 @@ class StepSums:
     staleness_max: float = 0.0
 
     def plus(self, entry: StepEntry) -> "StepSums":
-        """These and one step more."""
+        """These sums and one more step."""
         metrics = entry.metrics
         return StepSums(
             trajectories=self.trajectories + entry.trajectories,
             tokens=self.tokens + metrics.get("completions/num_tokens", 0.0),
             step_s=self.step_s + metrics.get("time/step", 0.0),
             wait_s=self.wait_s + metrics.get("time/wait_for_batch", 0.0),
-            # The step tells a mean over its trajectories; steps differ in how many they have.
+            # A step reports the mean over its trajectories, whose number differs from step to step.
             staleness=self.staleness + metrics.get("off_policy/mean", 0.0) * entry.trajectories,
             staleness_max=max(self.staleness_max, metrics.get("off_policy/max", 0.0)),
         )
@@ -66,10 +66,10 @@ class StepSums:
 
 @dataclass
 class StepHistory:
-    """Every optimizer step of a run: the newest whole, older ones as sums.
+    """All optimizer steps of a run: the newest ones whole, older ones as sums.
 
-    Invariant a_resumed_trainer_takes_its_steps_back: of steps taken again, the newer ones count. A resumed trainer
-    first reports the step it goes on from, without micro-batches; what came after that step is undone then.
+    Invariant repeated_steps_replace_older_ones: if a resumed trainer takes steps again, the newer ones count. It first
+    reports the step that it resumes from, without micro-batches; steps after that one are undone then.
     """
 
     entries: deque[StepEntry] = field(default_factory=deque)
@@ -77,9 +77,9 @@ class StepHistory:
     _older: StepSums = field(default_factory=StepSums)
 
     def add(self, report: StepReport) -> bool:
-        """Take a report of the newest lineage; whether a step was taken in it."""
+        """Take a report of the newest lineage; returns whether it reports a step."""
         taken = bool(report.micro_batches)
-        # Of version n, step n is the newest: a report without a step keeps that one and undoes what came after.
+        # A report without a step names the last step that remains, and undoes all later ones.
         undone_from = report.step if taken else report.step + 1
         while self.entries and self.entries[-1].step >= undone_from:
             self.entries.pop()
@@ -95,38 +95,38 @@ class StepHistory:
         if len(self.first_rewards) < ENDS and "reward" in entry.metrics:
             self.first_rewards.append((entry.step, entry.metrics["reward"]))
         if len(self.entries) > KEPT_STEPS:
-            # What leaves stays in the sums, even if a trainer fell back further than that.
+            # A step removed here stays in the sums, even if a trainer falls back further than that.
             self._older = self._older.plus(self.entries.popleft())
 
     @property
     def newest(self) -> StepEntry | None:
-        """The last step that was taken."""
+        """The last step taken."""
         return self.entries[-1] if self.entries else None
 
     def sums(self) -> StepSums:
-        """Over all steps."""
+        """The sums over all steps."""
         total = self._older
         for entry in self.entries:
             total = total.plus(entry)
         return total
 
     def last_rewards(self) -> list[float]:
-        """Of the newest steps that told one, at most five."""
-        told = [entry.metrics["reward"] for entry in self.entries if "reward" in entry.metrics]
-        return told[-ENDS:]
+        """The mean rewards of the newest steps that have one, at most ``ENDS``."""
+        rewards = [entry.metrics["reward"] for entry in self.entries if "reward" in entry.metrics]
+        return rewards[-ENDS:]
 
     def pace(self, now: float | None = None) -> "StepPace":
-        """Over the last ten steps, up to the newest; with ``now``, the time in which a step is overdue counts too.
+        """The pace of the last ten steps, up to the newest. With ``now``, the time that a step is overdue counts too.
 
-        Of the newest lineage alone: how long the run stood still before it says nothing of the pace.
+        Only the newest lineage counts: a pause of the run before it would distort the pace.
         """
         lineage = self.entries[-1].version.lineage if self.entries else 0
         entries = [entry for entry in list(self.entries)[-RATE_STEPS - 1 :] if entry.version.lineage == lineage]
         if len(entries) < 2:
             return StepPace(0.0, 0.0)
-        # What the first of them trained was trained before its report, outside of the time that is divided by.
+        # The first entry's trajectories are left out: they were trained before the measured time.
         elapsed, steps = entries[-1].sent_at - entries[0].sent_at, len(entries) - 1
-        if now is not None:  # as long as a step usually takes, nothing speaks for a change of pace
+        if now is not None:  # a step is overdue after the usual duration of one
             elapsed += max(0.0, now - entries[-1].sent_at - elapsed / steps)
         if elapsed <= 0:
             return StepPace(0.0, 0.0)
@@ -134,19 +134,19 @@ class StepHistory:
 
 
 class StepPace(NamedTuple):
-    """Optimizer steps, and trajectories trained in them, a second."""
+    """Optimizer steps per second, and trajectories trained per second."""
 
     steps_per_s: float
     trajectories_per_s: float
 
 
 LEAST_S = 1.0
-"""Over less than that, what comes in bursts is no rate."""
+"""Shortest time for a rate, in seconds: over less, a burst would look like a high rate."""
 
 
 @dataclass
 class Rate:
-    """How much came a second: counts by tenths of a second within a window, so that at most ten are held for each."""
+    """A rate per second over a window. It keeps a count for each tenth of a second, so that its size is bounded."""
 
     window_s: float = 10.0
     total: float = 0.0
@@ -155,12 +155,12 @@ class Rate:
     _held: float = 0.0
 
     def add(self, at: float, amount: float = 1.0) -> None:
-        """Note what came ``at`` (epoch seconds); what lies behind the newest slot is counted in it."""
-        # Tenths of a second: fine enough for a window of seconds, and few enough to hold.
+        """Count an amount at a time (epoch seconds). A time before the newest slot counts in that slot."""
+        # Tenths of a second: fine enough for a window of seconds, and few enough to keep.
         self.total += amount
         slot = int(at * 10) / 10
         self._since = slot if self._since is None else self._since
-        # Records of several partitions come a little out of order; a late one counts now rather than not at all.
+        # Records of several partitions come slightly out of order; a late one counts now rather than never.
         if self._slots and slot <= self._slots[-1][0]:
             self._slots[-1][1] += amount
         else:
@@ -169,10 +169,10 @@ class Rate:
         self._forget(self._slots[-1][0])
 
     def per_s(self, now: float) -> float:
-        """Mean over the window that ends now, or over the time since the first came if that is shorter."""
+        """The mean over the window that ends now, or over the time since the first amount if that is shorter."""
         self._forget(now)
         seen_s = self.window_s if self._since is None else min(self.window_s, max(LEAST_S, now - self._since))
-        # Adding and taking away floating-point amounts may leave a little less than nothing.
+        # Adding and subtracting floating-point amounts may leave slightly less than zero.
         return max(0.0, self._held) / seen_s
 
     def _forget(self, now: float) -> None:
@@ -185,7 +185,7 @@ REPEAT_WITHIN_S = 5.0
 
 
 class Event(NamedTuple):
-    """``level``: info, good, warn or bad. ``times``: how often it came since ``at``."""
+    """An event of a run. ``level``: info, good, warn or bad. ``times``: how often it came since ``at``."""
 
     number: int
     at: float
@@ -196,14 +196,14 @@ class Event(NamedTuple):
 
 @dataclass
 class EventLog:
-    """What is worth a line, newest last; repeats are counted instead of repeated."""
+    """The newest events of a run, newest last. A repeated event is counted instead of added."""
 
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
     numbered: int = 0
 
     def add(self, at: float, level: str, text: str, times: int = 1) -> None:
-        """Note an event; the same one a moment ago is counted up."""
-        # Two kinds of event that alternate are still counted up: the last four are looked at.
+        """Add an event, or count up an equal one from a moment ago."""
+        # The last four events are compared, so that alternating events are counted too.
         for index in range(-1, -min(4, len(self.events)) - 1, -1):
             event = self.events[index]
             if event.text == text and event.level == level and at - event.at < REPEAT_WITHIN_S:
@@ -218,10 +218,10 @@ CurveRow = dict[str, float | None]
 
 @dataclass
 class Curves:
-    """Metrics over the optimizer steps, few enough to draw.
+    """Metrics over the optimizer steps, with few enough points to draw.
 
-    At most ``most`` points, each the mean of ``stride`` steps, so that all of the past stays in view. ``families``:
-    beginnings and ends of further names, of which a few are taken as they come.
+    There are at most ``most`` points, each the mean of ``stride`` steps, so that the whole past stays visible.
+    ``families``: prefixes and suffixes of further names, a few of which are added when they occur.
     """
 
     names: Sequence[str]
@@ -232,18 +232,18 @@ class Curves:
     _pending: list[CurveRow] = field(default_factory=list)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a step. One that was seen before takes the place of it and of all after it: its trainer was resumed."""
+        """Add a step. A step seen before replaces itself and all later ones, since its trainer was resumed."""
         for rows in (self._pending, self.rows):
             while rows and (rows[-1]["step"] or 0) >= step:
                 rows.pop()
         self._take_names(values)
-        # Points of ``stride`` steps each; a rest waits here, and is drawn as the last point.
+        # Steps that do not make a full point yet wait in ``_pending``, and are drawn as the last point.
         self._pending.append({"step": float(step), **{name: values.get(name) for name in self.names}})
         if len(self._pending) >= self.stride:
             self.rows.append(_mean(self._pending))
             self._pending.clear()
-        if len(self.rows) > self.most:  # every second point goes: neighbours become their mean
-            self.rows = [_mean(self.rows[begin : begin + 2]) for begin in range(0, len(self.rows), 2)]
+        if len(self.rows) > self.most:  # halve the number of points: each pair becomes its mean
+            self.rows = [_mean(self.rows[start : start + 2]) for start in range(0, len(self.rows), 2)]
             self.stride *= 2
 
     def _take_names(self, values: Mapping[str, float]) -> None:
@@ -252,25 +252,25 @@ class Curves:
         self.names = (*self.names, *new[: max(0, room)])
 
     def columns(self) -> dict[str, list[float | None]]:
-        """By name, and the steps as ``step``; what is not a whole point yet is the last one."""
+        """The values by name, and the steps as ``step``. An incomplete point is the last one."""
         rows = [*self.rows, *([_mean(self._pending)] if self._pending else [])]
         return {name: [_short(row.get(name)) for row in rows] for name in ("step", *self.names)}
 
 
 MOST_IN_FAMILIES = 8
-"""A run may have many reward functions; a chart has room for some."""
+"""Most names from families: a run may have many reward functions, and a chart has room for some."""
 
 
 def _is_of(name: str, families: Sequence[tuple[str, str]]) -> bool:
-    return any(name.startswith(begin) and name.endswith(end) for begin, end in families)
+    return any(name.startswith(prefix) and name.endswith(suffix) for prefix, suffix in families)
 
 
 def _mean(rows: Sequence[CurveRow]) -> CurveRow:
     mean: CurveRow = {}
-    for name in rows[-1]:  # names only ever come up
+    for name in rows[-1]:  # names are only ever added
         known = [value for row in rows if (value := row.get(name)) is not None]
         mean[name] = sum(known) / len(known) if known else None
-    # A point stands at its last step, so that a step taken again is found behind it or not at all.
+    # A point is at its last step, so that a repeated step removes it if it may contain that step.
     mean["step"] = rows[-1]["step"]
     return mean
 
@@ -280,16 +280,16 @@ def _short(value: float | None) -> float | None:
 
 
 FATES_KEPT = 20_000
-"""Some minutes of a fast run: far more than displays list, and a few megabytes."""
+"""Number of fates to keep: some minutes of a fast run, far more than displays list, and a few megabytes."""
 RecordPosition = tuple[int, int]
-"""Partition and offset."""
+"""Partition and offset of a record."""
 
 
 @dataclass
 class TrajectoryFates:
-    """What became of the newest trajectories: trained in a step, or skipped; and how old they were then.
+    """The fates of the newest trajectories (trained in a step, or skipped), by partition and offset; and their ages.
 
-    By partition and offset. ``kept``: of each kind; the oldest are forgotten.
+    ``kept``: most entries of each kind; the oldest are dropped.
     """
 
     kept: int = FATES_KEPT
@@ -297,50 +297,50 @@ class TrajectoryFates:
     fates: FIFOCache[RecordPosition, str] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Nothing is known yet."""
+        """Start empty."""
         self.oldest_version, self.fates = FIFOCache(self.kept), FIFOCache(self.kept)
 
     def arrived(self, position: RecordPosition, oldest_version: int) -> None:
-        """A trajectory came whose oldest weights have this number."""
+        """Note a trajectory, and the number of its oldest weights."""
         self.oldest_version[position] = oldest_version
 
     def settle(self, position: RecordPosition, fate: str) -> None:
-        """A trajectory was trained or skipped, in words."""
+        """Note a trajectory's fate, in words."""
         self.fates[position] = fate
 
     def trained(self, positions: Iterable[RecordPosition], step: int, base: int) -> Iterator[int]:
-        """These were trained in a step that improved weights number ``base``; the ages of those that were seen."""
+        """Note trajectories trained in a step on top of weights number ``base``; gives the ages of the known ones."""
         for position in positions:
             self.settle(position, f"trained in step {step}")
-            # Once trained it is not asked for again, which leaves room for those that wait.
+            # A trained trajectory's version is not needed again: removing it leaves room for others.
             number = self.oldest_version.pop(position, None)
             if number is not None:
                 yield base - number
 
     def of(self, position: RecordPosition, *, over: bool = False) -> str:
-        """As text. ``over``: the run is finished, so that nothing waits any more."""
+        """A trajectory's fate as text. ``over``: the run is finished, so that no trajectory waits any more."""
         return self.fates.get(position, "left over" if over else "waiting")
 
 
 PER_DOUBLING = 2
 CLASSES = 40
-"""Length classes, two for each doubling: up to 2 ** 20 tokens. Ages of trajectories stop at the last one too."""
+"""Number of length classes, two per doubling: up to 2 ** 20 tokens. It also limits the ages in the histogram."""
 WITHIN = 1.5
 FADE_EVERY = 20_000
-"""Counts are halved each time that so many came, so that what is shown is of the recent past of a long run."""
+"""Counts are halved after so many additions, so that a long run's display shows its recent past."""
 
 
 def length_class(tokens: int) -> int:
-    """Two classes for each doubling."""
+    """The length class of a number of tokens; there are two classes per doubling."""
     # class = round(2 * log2(tokens)): the middle of a class is 2 ** (class / 2) tokens.
     return min(CLASSES - 1, round(PER_DOUBLING * math.log2(max(1, tokens))))
 
 
 @dataclass
 class LengthCalibration:
-    """Completions by class of predicted and of actual length.
+    """Counts of completions by class of predicted and of actual length.
 
-    ``fade_every``: completions after which all counts are halved; None: old ones weigh as much as new ones.
+    ``fade_every``: number of completions after which all counts are halved; None: never.
     """
 
     fade_every: int | None = FADE_EVERY
@@ -351,12 +351,12 @@ class LengthCalibration:
     _since_fade: int = 0
 
     def add(self, predicted: int, actual: int) -> None:
-        """Note a completion; both in tokens."""
+        """Count a completion; both lengths in tokens."""
         cell = length_class(predicted), length_class(actual)
         self.cells[cell] = self.cells.get(cell, 0.0) + 1.0
         ratio = max(predicted, 1) / max(actual, 1)
         self.close += 1 / WITHIN <= ratio <= WITHIN
-        self.error += abs(math.log(ratio))  # too long and too short by one factor weigh alike
+        self.error += abs(math.log(ratio))  # too long and too short by the same factor weigh the same
         self.count += 1
         self._since_fade += 1
         if self.fade_every is not None and self._since_fade >= self.fade_every:
@@ -373,21 +373,21 @@ class LengthCalibration:
 
     @property
     def typical_factor(self) -> float | None:
-        """Geometric mean of how many times too long or too short predictions are."""
+        """Geometric mean of the factor by which predictions are too long or too short."""
         # exp(mean |ln(predicted / actual)|)
         return math.exp(self.error / self.count) if self.count else None
 
 
 @dataclass
 class StalenessHistogram:
-    """Trajectories by the age of their oldest token when they were trained, in optimizer steps."""
+    """Counts of trained trajectories by the age of their oldest token, in optimizer steps."""
 
     fade_every: int | None = FADE_EVERY
     counts: dict[int, float] = field(default_factory=dict)
     _since_fade: int = 0
 
     def add(self, ages: Iterable[int]) -> None:
-        """Note a step's trajectories."""
+        """Count a step's trajectories by their ages."""
         for age in ages:
             key = min(max(0, age), CLASSES - 1)
             self.counts[key] = self.counts.get(key, 0.0) + 1.0
@@ -397,18 +397,18 @@ class StalenessHistogram:
 
 
 def _halved(counts: Mapping[K, float]) -> dict[K, float]:
-    """Without those that have faded to nothing, so that rare classes do not stay for ever."""
+    """The counts divided by two, without those below one, so that rare classes do not stay for ever."""
     return {key: count / 2 for key, count in counts.items() if count >= 1}
 
 
 INTERVALS = 500
 MARKS = 200
 JOINED_WITHIN_S = 0.05
-"""Intervals of one kind that are nearer than that are one."""
+"""Intervals of one kind with a gap below this many seconds are joined."""
 
 
 class Interval(NamedTuple):
-    """``kind`` was done from ``start`` to ``end`` (epoch seconds); ``tag``: the weights' number, or the step."""
+    """An activity from ``start`` to ``end`` (epoch seconds). ``tag``: the weights' number, or the step."""
 
     start: float
     end: float
@@ -417,7 +417,7 @@ class Interval(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Something that happened at a moment."""
+    """An event at a moment in epoch seconds."""
 
     at: float
     kind: str
@@ -426,34 +426,34 @@ class Mark(NamedTuple):
 
 @dataclass
 class Track:
-    """What one process did and when: intervals that follow each other and never overlap, and marks."""
+    """The activities of one process: intervals in order, which never overlap, and marks."""
 
     intervals: deque[Interval] = field(default_factory=lambda: deque(maxlen=INTERVALS))
     marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=MARKS))
 
     def extend(self, start: float, end: float, kind: str, tag: int) -> None:
-        """Note an interval; what overlaps the last one begins at its end."""
+        """Add an interval. If it overlaps the last one, it starts at the last one's end."""
         last = self.intervals[-1] if self.intervals else None
         if last is not None:
-            # Many completions at once overlap; to draw them as one keeps the number of intervals small.
+            # Concurrent completions overlap; drawing them as one keeps the number of intervals small.
             if start - last.end < JOINED_WITHIN_S and last.kind == kind and last.tag >= tag:
                 if end > last.end:
                     self.intervals[-1] = last._replace(end=end)
                 return
-            # What is told late begins where the last one ended: intervals never overlap, so that shares add up to one.
+            # A late interval starts where the last one ended: without overlaps, shares add up to one.
             start, tag = max(start, last.end), max(tag, last.tag)
         if end > start:
             self.intervals.append(Interval(start, end, kind, tag))
 
     def mark(self, at: float, kind: str, text: str) -> None:
-        """Note a moment."""
+        """Add a mark."""
         self.marks.append(Mark(at, kind, text))
 
     def seconds(self, since: float, until: float) -> dict[str, float]:
         """Seconds of each kind between two moments."""
         found: dict[str, float] = {}
         for interval in reversed(self.intervals):
-            # They are in order: what is before the first that is too old is older still.
+            # Intervals are in order: all before this one are too old as well.
             if interval.end <= since:
                 break
             inside = min(interval.end, until) - max(interval.start, since)

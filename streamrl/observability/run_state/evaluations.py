@@ -1,4 +1,4 @@
-"""What held-out prompts came to at the weights of a run, as displays tell it."""
+"""The results of a run's evaluations on held-out prompts, for displays."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,17 +7,17 @@ from streamrl.schemas.evaluation import EvaluationReport
 from streamrl.schemas.identifiers import PolicyVersion
 
 MOST = 400
-OVERALL = "eval/pass@1"  # over all sets
+OVERALL = "eval/pass@1"  # over all sets of prompts
 
 
 @dataclass
 class EvaluationHistory:
-    """By step, ascending, the newest. One that was evaluated again takes the place of it and of all after it."""
+    """The newest ``MOST`` evaluations, by ascending step. A repeated step replaces itself and all later ones."""
 
     rows: list[tuple[PolicyVersion, Mapping[str, float]]] = field(default_factory=list)
 
     def add(self, report: EvaluationReport) -> bool:
-        """Take a report; whether it is news. One of an older lineage that comes late is none."""
+        """Take a report; returns whether it is new. A late report of an older lineage is not."""
         if self.rows and report.version <= self.rows[-1][0]:
             return False
         while self.rows and self.rows[-1][0].number >= report.version.number:
@@ -28,7 +28,7 @@ class EvaluationHistory:
 
     @property
     def newest(self) -> Mapping[str, float]:
-        """Of the newest weights that were evaluated; empty if none were."""
+        """The metrics of the newest evaluated weights; empty if there are none."""
         return self.rows[-1][1] if self.rows else {}
 
     @property
@@ -37,7 +37,7 @@ class EvaluationHistory:
         return self.newest.get(OVERALL)
 
     def columns(self) -> dict[str, list[float | None]]:
-        """pass@k of each set and of all, over ``step``."""
+        """Columns for a chart: pass@k of each set and of all sets, over ``step``."""
         names = sorted({name for _, metrics in self.rows for name in metrics if "/pass@" in name})
         found: dict[str, list[float | None]] = {"step": [float(version.number) for version, _ in self.rows]}
         for name in names:

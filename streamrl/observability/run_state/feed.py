@@ -1,4 +1,4 @@
-"""Follows a run's topics and folds them into a run's state. Reads only; joins no group and commits nothing."""
+"""Follows a run's topics and folds them into a run's state. It only reads: it joins no group and commits nothing."""
 
 import asyncio
 import math
@@ -22,37 +22,37 @@ log = structlog.get_logger()
 
 POLL_S = 2.0
 MORE_POLLS, GATHER_S = 3, 0.05
-"""Brokers answer one by one: after the first answer there are so many polls for the others', which wait so long."""
+"""Number of further polls, and seconds that each waits: brokers answer one by one."""
 RETRY_S = 2.0
 ENDS_EVERY_S = 5.0
 MAX_RECORDS = 2000
 FEW = 3
-"""Records of a further topic to begin with: only the newest is told."""
+"""Number of past records to read of a further topic, since displays show only the newest."""
 Past = Mapping[Topic, int | None]
-"""Topics that are read, with the offsets of the past to begin with, over all partitions of a topic; None: all of it."""
+"""The topics to read, each with the number of past records over all of its partitions; None: all of them."""
 RECENT: Past = {CONTROL: 1 << 40, STEPS: 4000, HEARTBEATS: 4000, SKIPS: 4000, TRAJECTORIES: 1500, DEAD_LETTERS: 0}
-"""For displays of a run: whole but for what is long past."""
+"""For displays of a run: its recent past."""
 WHOLE_RUN: Past = {CONTROL: None, STEPS: None, HEARTBEATS: None, SKIPS: None}
 """For the summary of a run: every step and every skip, and no trajectory."""
 
 
 def with_evaluations(past: Past) -> Past:
-    """The same, of a run that has evaluations during training: others may have no such topic."""
+    """``past`` with all evaluations, for a run that has them: other runs may have no such topic."""
     return {**past, EVALUATIONS: None}
 
 
 COUNTED = (TRAJECTORIES,)
-"""Topics whose ends are asked for, whether they are read or not. Orders are not even counted: they have more partitions
-than all the others, and heartbeats tell what workers were given."""
+"""Topics whose ends are looked up even if they are not read. Orders are not counted: their topic has more partitions
+than all others, and heartbeats tell how many orders workers got."""
 
 
 @dataclass
 class RunFeed:
-    """``state`` is complete up to the last poll. ``shards`` None: partitions cannot be told by bucket.
+    """Keeps ``state`` up to date with a run's topics; it is complete up to the last poll.
 
-    ``availability`` is shared with what else reads from ``bus``. ``without_prefetch``: the same bus, which does nothing
-    between two reads; what comes is read from it, if there is one. ``pace_s``: seconds between two reads. ``past``:
-    see ``Past``.
+    ``shards``: partitions per length bucket; None: not known. ``availability`` is shared with the other readers of
+    ``bus``. ``without_prefetch``: the same bus without reading ahead, used for new records if given. ``pace_s``: gives
+    the seconds between two reads. ``past``: see ``Past``.
     """
 
     bus: Bus
@@ -71,13 +71,13 @@ class RunFeed:
     async def run(self, stop: asyncio.Event) -> None:
         """Keep the state up to date.
 
-        Consumes: the topics of ``past``, from there on, and the ends of others. Produces: nothing.
+        Consumes: the topics of ``past``, from those positions on, and the ends of others. Produces: nothing.
         Waits for: its pace, new records.
-        On failure: what retention deleted is passed over, and a topic that was made anew is followed from its end on;
-            while no broker answers, that is told once, and asked again.
-        On stop: returns at once; ``read_to_end`` reads what is left.
+        On failure: skips records that retention deleted, and follows a recreated topic from its end; while no broker
+            answers, logs that once and tries again.
+        On stop: returns at once; ``read_to_end`` reads the rest.
         """
-        # A poll may wait for seconds; cancelled, it leaves the positions as they were, so nothing is lost.
+        # A poll may wait for seconds. If it is cancelled, the positions stay as they were, so nothing is lost.
         following, stopping = asyncio.create_task(self._follow_always()), asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({following, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -95,18 +95,18 @@ class RunFeed:
                 await self._begin_new_topics()
                 await self._follow()
             except DataLossRefused as error:
-                # A hole that begins where we stand was deleted by retention; another one is a topic made anew, read
-                # from its end.
+                # A hole that starts at our position was deleted by retention. Any other hole means that the topic was
+                # recreated: it is read from its end.
                 self._ends.clear()
-                for topic, partition, begin, end in error.holes:
+                for topic, partition, start, end in error.holes:
                     place = TopicPartition(topic, partition)
-                    self.positions[place] = end if self.positions[place] == begin else begin
+                    self.positions[place] = end if self.positions[place] == start else start
             except BusUnavailable as error:
                 self.availability.report_silence(self.client_id, error, self._asked_at)
                 await asyncio.sleep(RETRY_S)
 
     async def read_to_end(self) -> None:
-        """Read what is on the topics now, once ``run`` has returned: for who wants nothing left out.
+        """Read the topics to their present ends, after ``run`` has returned, so that nothing is missing.
 
         Raises:
             BusUnavailable: no broker answers.
@@ -120,13 +120,13 @@ class RunFeed:
             ranges = {tp.partition: Extent(self.positions.get(tp, 0), held.end) for tp, held in extents.items()}
             records += [record async for record in history.records(name, ranges)]
             self.positions |= {tp: held.end for tp, held in extents.items()}
-        # Before the lag is asked for: a broker that goes away now costs the lag only.
+        # Before looking up the lag: if the broker goes down now, only the lag is missing.
         self.state.observe_records(sorted(records, key=lambda each: each.timestamp))
         trajectories = await history.extents(TRAJECTORIES.full_name(self.state.run))
         self._note_ends({tp: held.end for tp, held in trajectories.items()})
 
     async def _catch_up(self) -> None:
-        """Read the recent past, in the order of its times; topics that are read whole are followed from the first."""
+        """Read the recent past, in the order of time stamps. Topics to be read whole are followed from the start."""
         history, records = BusHistory(self.bus, self.client_id), list[Record]()
         positions: dict[TopicPartition, int] = {}
         for topic in {**dict.fromkeys(COUNTED, 0), **self.past}:
@@ -144,18 +144,18 @@ class RunFeed:
             if share:
                 cut = {tp.partition for tp, held in extents.items() if ranges[tp.partition].first > held.first}
                 records += _since_all_are_whole([record async for record in history.records(name, ranges)], cut)
-        # All are looked into, unlike what comes later: a display begins with the newest trajectories.
+        # All records are decoded, unlike later ones: a display starts with the newest trajectories.
         for record in sorted(records, key=lambda each: each.timestamp):
             self.state.observe_record(record)
         self.positions = positions
 
     @property
     def _new_topics(self) -> set[str]:
-        """Those that parts of the state want, and that are not read yet."""
+        """Topics that parts of the state want and that are not read yet."""
         return {topic for part in self.state.parts for topic in part.topics} - self._followed
 
     async def _begin_new_topics(self) -> None:
-        """Read the newest records of further topics, to go on behind them."""
+        """Read the newest records of new topics, and follow the topics after them."""
         history = BusHistory(self.bus, self.client_id)
         for topic in sorted(self._new_topics):
             extents = await history.extents(topic)
@@ -166,27 +166,27 @@ class RunFeed:
             self._followed.add(topic)
 
     async def _follow(self) -> None:
-        """Until a part of the state wants a topic that is not read yet."""
+        """Follow the topics until a part of the state wants another one."""
         topics = sorted({tp.topic for tp in self.positions})
         bus, start = self.without_prefetch or self.bus, dict(self.positions)
         subscription = await bus.subscribe(topics, client_id=self.client_id, start=start)
-        self._asked_at = math.inf  # from here on every poll asks anew
+        self._asked_at = math.inf  # from here on each poll is a new request
         names = {topic.full_name(self.state.run) for topic in self.past} | self._followed
         read = {tp for tp in start if tp.topic in names}
-        # Nothing is fetched between two looks, so that whoever looks costs the broker next to nothing.
+        # Nothing is fetched between two looks, so that a display costs the broker next to nothing.
         subscription.pause(start)
         self.availability.report_answer(self.client_id)
         ends = asyncio.create_task(self._watch_ends(subscription))
         try:
             while True:
                 subscription.resume(read)
-                records = await _gathered(subscription)
+                records = await _gather(subscription)
                 subscription.pause(read)
                 for record in records:
                     self.positions[TopicPartition(record.topic, record.partition)] = record.offset + 1
                 self._note_ends({tp: self.positions[tp] for tp in read})
                 self.state.observe_records(sorted(records, key=lambda each: each.timestamp))
-                # A full batch means that more is there: it is read at once, so that a busy topic is caught up with.
+                # After a full batch more records are waiting: they are read at once, to keep up with a busy topic.
                 if len(records) < MAX_RECORDS:
                     self.state.read_at = time.time()
                     if self._new_topics:
@@ -208,24 +208,24 @@ class RunFeed:
                 self.availability.report_silence(self.client_id, error, asked_at)
             except (BrokerError, BusError) as error:
                 refused += 1
-                if refused > 1:  # a broker that has just started refuses once
+                if refused > 1:  # a broker that has just started may refuse once
                     log.warning("the ends of the topics are not known now", error=str(error))
             await asyncio.sleep(max(ENDS_EVERY_S, 2 * self.pace_s()))
 
     def _note_ends(self, ends: Mapping[TopicPartition, int]) -> None:
-        """Of any topics; those of the trajectories tell the lag."""
+        """Note the ends of partitions; those of the trajectories give the lag."""
         topic = TRAJECTORIES.full_name(self.state.run)
-        # An answer may be older than what was read meanwhile.
+        # An answer may be older than records read in the meantime.
         self._ends |= {tp: max(end, self._ends.get(tp, 0)) for tp, end in ends.items() if tp.topic == topic}
         if self.shards is not None:
             self.state.trajectories.ends = ends_by_bucket(self._ends, self.shards)
 
 
 def _since_all_are_whole(records: list[Record], cut: Collection[int]) -> list[Record]:
-    """Without those that are older than what was read of every partition that was cut.
+    """The records from the time on for which every partition was read.
 
-    The last records of a length bucket that is hardly filled any more are of long ago: beside the newest of the others
-    they would tell of a past that never was.
+    ``cut``: partitions of which only the newest records were read. The last records of a rarely used length bucket are
+    old. Next to the newest of the other buckets they would show a wrong past.
     """
     oldest: dict[int, float] = {}
     for record in records:
@@ -235,8 +235,8 @@ def _since_all_are_whole(records: list[Record], cut: Collection[int]) -> list[Re
     return [record for record in records if record.timestamp >= since]
 
 
-async def _gathered(subscription: Subscription) -> list[Record]:
-    """What came since the last read, but at most about ``MAX_RECORDS``."""
+async def _gather(subscription: Subscription) -> list[Record]:
+    """The records since the last read, at most about ``MAX_RECORDS``."""
     records = await subscription.poll(max_records=MAX_RECORDS, timeout_s=POLL_S)
     for _ in range(MORE_POLLS):
         more = await subscription.poll(max_records=MAX_RECORDS, timeout_s=GATHER_S)
@@ -247,7 +247,7 @@ async def _gathered(subscription: Subscription) -> list[Record]:
 
 
 def ends_by_bucket(ends: Mapping[TopicPartition, int], shards: int) -> dict[int, int]:
-    """Sums over the partitions of each length bucket."""
+    """The sum of the end offsets of each length bucket's partitions."""
     found: dict[int, int] = {}
     for tp, end in ends.items():
         bucket = tp.partition // shards

@@ -1,7 +1,7 @@
-"""The figures of a running run: what each is called, in which unit, what it means, and how it is computed.
+"""The figures of a running run: the name, unit, meaning and computation of each, in one place.
 
-Said here once. `status`, `top`, the page, the lines of `streamrl run` and their JSON all show these values under these
-names; figures of whole runs (`summary.json`, `report`) carry the same names where they mean the same over all steps.
+`status`, `top`, the page, the lines of `streamrl run` and their JSON all show these values under these names. Figures
+of whole runs (`summary.json`, `report`) have the same names if they mean the same over all steps.
 Invariant one_meaning_one_name_one_value: views of one run at one moment show equal values under a name.
 """
 
@@ -14,7 +14,7 @@ Value = float | int | None
 
 
 class FigureMeaning(NamedTuple):
-    """``unit``: empty for a plain number."""
+    """A figure's unit and meaning. ``unit``: empty for a plain number."""
 
     unit: str
     meaning: str
@@ -47,11 +47,11 @@ LIVE: Mapping[str, FigureMeaning] = {
     "capacity": FigureMeaning("completions", "that living workers sample at once"),
     "weights_per_min": FigureMeaning("versions/min", "announced to workers in the last minute"),
 }
-"""In the order in which they are documented."""
+"""All figures, in the order of the documentation."""
 
 
 def live_figures(state: RunState, now: float) -> dict[str, Value]:
-    """All of them, at a moment in epoch seconds; None: not known."""
+    """The values of all figures at a time in epoch seconds; None: not known."""
     metrics, alive, pace = (
         state.metrics,
         state.living_workers(now),
@@ -61,7 +61,7 @@ def live_figures(state: RunState, now: float) -> dict[str, Value]:
         "step": state.progress.step,
         "max_steps": state.max_steps,
         "time_left_s": _time_left_s(state, pace.steps_per_s),
-        # Not below 0: the trainer's clock, which the report is stamped with, may be ahead of ours.
+        # Not below 0: the report's time stamp is from the trainer's clock, which may be ahead of ours.
         "step_age_s": None if state.progress.step_at is None else round(max(0.0, now - state.progress.step_at), 1),
         "steps_per_min": round(pace.steps_per_s * 60, 2),
         "reward": metrics.get("reward"),
@@ -74,7 +74,7 @@ def live_figures(state: RunState, now: float) -> dict[str, Value]:
         "sampled_tokens_per_s": round(sum(beat.tokens_per_s for beat in alive)),
         "lag": sum(state.lag.values()),
         "skipped": sum(state.skipped.values()),
-        # The trainer counts since its process began, the topic holds what retention leaves: the higher one is nearer.
+        # The trainer counts since its process started, and retention deletes from the topic: the larger one is nearer.
         "dead_letters": max(int(metrics.get("kafka/dead_letters", 0)), state.refusals.dead_letters),
         "workers": len(alive),
         "running": sum(beat.running for beat in alive),
@@ -85,7 +85,7 @@ def live_figures(state: RunState, now: float) -> dict[str, Value]:
 
 
 def span_text(seconds: float) -> str:
-    """A time to come, as exactly as it is known."""
+    """A duration as text, in s, min or h."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

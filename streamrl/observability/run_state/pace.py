@@ -1,4 +1,4 @@
-"""How often to look at a run: often where processors idle, seldom where the run needs them."""
+"""How often a display looks at a run: often if processors are idle, rarely if the run needs them."""
 
 import time
 from collections.abc import Callable
@@ -8,18 +8,18 @@ import psutil
 
 OFTEN_S, SELDOM_S = 1.0, 5.0
 ROOM, CROWDED = 0.3, 0.15
-"""Shares of all processors that idle: above the first there is room for us, below the second there is none."""
+"""Idle shares of all processors: above the first a display looks often, below the second rarely."""
 
 
 class ProcessorTime(NamedTuple):
-    """Seconds of all processors since the machine was started; ``free``: idle, or for what gives way as we do."""
+    """Seconds of all processors since the boot. ``free``: idle, or used by processes of low priority, as we are."""
 
     free: float
     total: float
 
 
 class Pace:
-    """For one process that looks. It is measured between two questions, the machine's own processors only."""
+    """The pace of one display process, from this machine's processor use between two calls."""
 
     def __init__(
         self, spent: Callable[[], ProcessorTime] | None = None, clock: Callable[[], float] = time.monotonic
@@ -29,7 +29,7 @@ class Pace:
         self._seconds = OFTEN_S
 
     def seconds(self) -> float:
-        """Until the next look."""
+        """Seconds until the next look."""
         now = self._clock()
         if now - self._measured_at >= OFTEN_S:
             spent = self._spent()
@@ -39,13 +39,13 @@ class Pace:
 
 
 def pace_for(free: float) -> float:
-    """Seconds between two looks where this share of all processors idles."""
+    """Seconds between two looks if this share of all processors is idle."""
     crowded = min(1.0, max(0.0, (ROOM - free) / (ROOM - CROWDED)))
     return OFTEN_S + crowded * (SELDOM_S - OFTEN_S)
 
 
 def spent_by_all() -> ProcessorTime:
-    """As the system counts it; what it does not count is zero."""
+    """The times that the system counts; a kind that it does not count is zero."""
     times = psutil.cpu_times()._asdict()
-    total = sum(seconds for kind, seconds in times.items() if not kind.startswith("guest"))  # in user time, too
+    total = sum(seconds for kind, seconds in times.items() if not kind.startswith("guest"))  # guest is in user time too
     return ProcessorTime(sum(times.get(kind, 0.0) for kind in ("idle", "iowait", "nice")), total)

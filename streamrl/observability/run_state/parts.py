@@ -1,4 +1,4 @@
-"""What an optional feature adds to a run's state: a part that takes the same records, and sections for displays."""
+"""The part that an optional feature adds to a run's state: it takes the same records, and gives displays sections."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -8,24 +8,24 @@ from streamrl.observability.run_state.trajectory_summary import TrajectorySummar
 from streamrl.schemas.messages import Message
 
 Section = Callable[[float], Any]
-"""A section of a snapshot at a moment in epoch seconds; ``json.dumps`` takes it."""
+"""Gives a section of a snapshot, which ``json.dumps`` accepts, for a time in epoch seconds."""
 
 
 class RunPart:
-    """A part of a run's state. A feature's own overrides what it needs; what is here says nothing.
+    """A part of a run's state. A feature overrides the methods that it needs; by default they do nothing.
 
-    Like the whole it is pure and bounded: time comes with the records, and what it holds has an upper limit.
+    Like the whole state it is pure and bounded: time comes with the records, and its size has an upper limit.
     """
 
     def observe(self, message: Message, log: EventLog) -> None:
-        """Take a decoded message of one of the run's topics into account; ``log`` gets what is worth a line."""
+        """Take a decoded message of one of the run's topics into account, and add notable events to ``log``."""
 
     def sampled(self, summary: TrajectorySummary) -> None:
-        """Take a trajectory into account; of very many at once only some are told."""
+        """Take a trajectory into account. If very many arrive at once, only some are passed on."""
 
     @property
     def topics(self) -> frozenset[str]:
-        """Further topics that it wants to be read, by their full names, as far as they are known by now."""
+        """Full names of further topics to read, as far as they are known."""
         return frozenset()
 
     @property
@@ -34,19 +34,19 @@ class RunPart:
         return True
 
     def warning(self, now: float) -> str | None:
-        """What a user is to do, in one line; None: nothing."""
+        """One line that tells a user what to do; None: nothing."""
         return None
 
     @property
     def warning_topics(self) -> frozenset[str]:
-        """Of ``topics``, those whose newest record decides whether there is a warning."""
+        """The subset of ``topics`` whose newest record decides whether there is a warning."""
         return frozenset()
 
     @property
     def sections(self) -> Mapping[str, Section]:
-        """Its sections of a snapshot, by name; the same names at all times."""
+        """The part's sections of a snapshot, by name; the names never change."""
         return {}
 
     def status_lines(self) -> Iterator[str]:
-        """What `streamrl status` tells of it."""
+        """The part's lines of `streamrl status`."""
         return iter(())

@@ -1,6 +1,6 @@
-"""What was not trained, and why: counts by reason since the run began, and what skips of a reason have in common. Pure.
+"""Skipped trajectories: counts by reason since the run's start, and the causes that skips of a reason share. Pure.
 
-Both are bounded, as all of a run's state is.
+Both are bounded, like all of a run's state.
 """
 
 import math
@@ -12,16 +12,16 @@ CAUSES_HELD = 32
 OTHER_CAUSES = "other causes"
 CAUSE_LIMIT = 100
 EXAMPLE_LIMIT = 400
-"""Characters of a cause, and of an example: a line or two for a display, whatever a reward function said."""
+"""Most characters of a cause, and of an example: one or two lines of a display, however long an error text is."""
 SKIPS_HELD = 20_000
-"""Skip rows that no step has reported yet: more than come between two steps, unless none comes at all."""
+"""Most skip rows kept that no step has reported yet: more than arrive between two steps, unless training stopped."""
 
 
 @dataclass
 class SkipCounts:
-    """Trajectories skipped since the run began, by reason: as the newest step reported them, and the rows since then.
+    """Trajectories skipped since the run's start, by reason: the newest step's report, and the rows since then.
 
-    What a crash undid does not count: a lineage reports on from what its checkpoint holds.
+    Skips that a crash undid do not count: a lineage continues from the counts in its checkpoint.
     """
 
     reported: Counter[str] = field(default_factory=Counter)
@@ -30,20 +30,20 @@ class SkipCounts:
     _since: deque[tuple[int, float, str, int]] = field(default_factory=lambda: deque(maxlen=SKIPS_HELD))
 
     def add(self, lineage: int, sent_at: float, reason: str, count: int) -> None:
-        """A row came; it may be one that a report has counted already."""
-        # Rows and reports are stamped by one clock: that of the trainer that sends both.
+        """Note a row. A report may have counted it already."""
+        # Time stamps of rows and reports are from one clock, since one trainer sends both.
         if lineage > self._lineage or (lineage == self._lineage and sent_at > self._reported_at):
             self._since.append((lineage, sent_at, reason, count))
 
     def report(self, lineage: int, sent_at: float, reported: Mapping[str, int]) -> None:
-        """A step of the newest lineage, or a lineage's beginning, says what counts up to it."""
+        """Note the counts up to a step of the newest lineage, or up to a lineage's start."""
         self.reported, self._lineage, self._reported_at = Counter(reported), lineage, sent_at
         waiting, self._since = list(self._since), deque(maxlen=SKIPS_HELD)
         for row in waiting:
             self.add(*row)
 
     def counts(self) -> dict[str, int]:
-        """By reason, those above 0."""
+        """The counts by reason, without zeros."""
         found = self.reported.copy()
         for *_, reason, count in self._since:
             found[reason] += count
@@ -52,16 +52,16 @@ class SkipCounts:
 
 @dataclass
 class SkipCauses:
-    """Why trajectories were skipped for one reason: how many by cause, and an example in full. It stays bounded."""
+    """The causes of skips for one reason: a count for each cause, and one example. Bounded."""
 
     counts: Counter[str] = field(default_factory=Counter)
     example: str = ""
 
     def add(self, detail: str, where: str | None, count: int) -> None:
-        """So many rows with this detail; a cause is what stands before its first colon. ``where``: for the example."""
+        """Count rows with this detail. The cause is the text before the first colon. ``where``: for the example."""
         cause, _, rest = detail.partition(": ")
         cause = cause[:CAUSE_LIMIT]
-        # Bytes that did not decode may be wrong in any number of ways.
+        # The number of causes is unbounded, for example for bytes that did not decode.
         self.counts[cause if cause in self.counts or len(self.counts) < CAUSES_HELD else OTHER_CAUSES] += count
         if not self.example:
             self.example = ": ".join(filter(None, (where, rest or detail)))[:EXAMPLE_LIMIT]

@@ -1,4 +1,4 @@
-"""A run's state as plain data, in sections that change at different speeds. Knows no web and no terminal."""
+"""A run's state as plain data, in sections that change at different rates. Independent of web and terminal."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,12 +16,12 @@ STALLED_AFTER_S = 60.0
 
 
 def snapshot(state: RunState, now: float) -> dict[str, Any]:
-    """All sections; ``json.dumps`` takes it."""
+    """All sections, in a form that ``json.dumps`` accepts."""
     return {name: section(now) for name, section in sections_of(state).items()}
 
 
 def sections_of(state: RunState) -> dict[str, Section]:
-    """By name, in the order of a snapshot; those of features stand behind the workers."""
+    """The sections by name, in the order of a snapshot; those of features follow the workers."""
     found: dict[str, Section] = {}
     for name, section in SECTIONS.items():
         found[name] = partial(section, state)
@@ -32,15 +32,15 @@ def sections_of(state: RunState) -> dict[str, Section]:
 
 
 def health(state: RunState, now: float) -> str:
-    """finished, paused, draining, stalled, starting or running."""
-    # What ended comes before what was asked for, and that before what can only be guessed from silence.
+    """The run's health: finished, paused, draining, stalled, starting or running."""
+    # The end counts first, then an operator's wish, then a guess from silence.
     if state.progress.finished:
         return "finished"
     if state.progress.mode != "run":
         return {"pause": "paused", "drain": "draining"}[state.progress.mode]
     if state.progress.step_at is None:
         return "starting"
-    # A trainer that waits while completions come is slow, not stalled.
+    # A run is slow, not stalled, if the trainer waits while completions arrive.
     quiet = not state.processes.rates["sampled"].per_s(now)
     return "stalled" if quiet and now - state.progress.step_at > STALLED_AFTER_S else "running"
 
@@ -69,7 +69,7 @@ SHOWN_METRICS = (
     "padding/all",
     "time/step",
 )
-"""Of the newest step, under TRL's names; what has a name among the figures is not told twice."""
+"""Metrics of the newest step to show, under TRL's names; without those that have a name among the figures."""
 
 
 def _lag(state: RunState, _now: float) -> dict[str, Any]:
@@ -99,8 +99,8 @@ def _workers(state: RunState, now: float) -> list[dict[str, Any]]:
 
 
 def _split(state: RunState, now: float) -> list[dict[str, Any]]:
-    """Shares of the last minute, for each process; what no interval tells is waiting."""
-    # Up to the newest interval rather than now: a step is told only when it is over, and would look like waiting.
+    """For each process, the shares of its activities in the last minute; time outside all intervals is waiting."""
+    # Up to the newest interval, not now: a step is reported only when it is over, and would look like waiting.
     ends = [track.intervals[-1].end for track in state.processes.tracks.values() if track.intervals]
     until = min(now, max(ends, default=now))
     rows = []
@@ -108,9 +108,9 @@ def _split(state: RunState, now: float) -> list[dict[str, Any]]:
         track = state.processes.tracks[name]
         if name == COORDINATOR or not track.intervals:
             continue
-        # Of a process that began within the minute, since it began.
+        # If a process started within the minute, since its start.
         since = max(until - SPLIT_WINDOW_S, track.intervals[0].start)
-        span = max(until - since, 1e-6)  # a track that began at this very moment has no length to divide by
+        span = max(until - since, 1e-6)  # not 0 for a track that started just now
         shares = {kind: round(taken / span, 4) for kind, taken in track.seconds(since, until).items() if kind != "wait"}
         rows.append({"name": name, "shares": shares, "wait": round(max(0.0, 1 - sum(shares.values())), 4)})
     return rows
@@ -120,7 +120,7 @@ def _curves(state: RunState, _now: float) -> dict[str, Any]:
     return {
         **state.learning.curves.columns(),
         "stride": state.learning.curves.stride,
-        # Over steps of their own, which are few.
+        # Evaluations have their own, few steps.
         "evaluations": state.learning.evaluations.columns(),
     }
 
@@ -150,7 +150,7 @@ def _drawn(track: Track) -> dict[str, Any]:
 
 
 def _ordered_tracks(state: RunState) -> list[str]:
-    # Workers come and go below the two that are always there.
+    # Trainer and coordinator first, since they are always there; workers come and go below them.
     first = {TRAINER: 0, COORDINATOR: 1}
     return sorted(state.processes.tracks, key=lambda name: (first.get(name, 2), name))
 
@@ -169,7 +169,7 @@ def _row(state: RunState, summary: TrajectorySummary) -> dict[str, Any]:
         "length": summary.length,
         "predicted": summary.predicted,
         "reward": None if summary.reward is None else round(summary.reward, 4),
-        # As text: browsers know no pair of numbers.
+        # As text: JSON has no pairs of numbers.
         "versions": [
             named_version(summary.policy or None, one) for one in dict.fromkeys((summary.oldest, summary.newest))
         ],

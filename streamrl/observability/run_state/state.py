@@ -1,11 +1,10 @@
-"""A run's present, folded from the records of its topics: what every display, `status` and the summary tell.
+"""The present state of a run, folded from its topics. All displays, `status` and the summary show it.
 
-It is pure: time comes with the records. It takes every record as it stands; what a record means for the run is decided
-here and nowhere else, but for ``inspection.audit``, which holds a whole run to account. Invariants, each with a test of
-its name:
-- it_stays_bounded: however many records come, what is held has an upper limit;
-- a_resumed_trainer_takes_its_steps_back: of steps taken again, the newer ones count;
-- every_trajectory_is_counted: also those that are not looked into, because very many came at once.
+Pure: time comes with the records. What a record means for the run is decided only here, and in ``inspection.audit``,
+which checks the accounts of a whole run. Invariants, each with a test of its name:
+- the_state_stays_bounded: however many records come, the size of the state has an upper limit;
+- repeated_steps_replace_older_ones: if a resumed trainer takes steps again, the newer ones count;
+- every_trajectory_is_counted: trajectories count even if very many come at once and only some are decoded.
 """
 
 from collections import Counter, deque
@@ -46,7 +45,7 @@ from streamrl.schemas.reports import (
 from streamrl.schemas.topics import DEAD_LETTERS, TRAJECTORIES
 
 SILENT_AFTER_S = 10.0
-"""Workers beat every second; one of whom nothing was heard for so long is taken for dead in displays."""
+"""Seconds without a heartbeat after which displays show a worker as dead; heartbeats come every second."""
 FINISHED_PREFIX = "kafka/finished/bucket_"
 SKIPPED_PREFIX = "ledger/skipped/"
 SHOWN_TRAJECTORIES = NEWEST
@@ -54,7 +53,7 @@ WORKERS_HELD = 256
 MOST_BUCKETS = 64
 EVENT_EVERY_STEPS = 10
 AWAY_S = 15.0
-"""After so long without a read, the broker is away."""
+"""Seconds without a read after which the broker counts as down."""
 CURVES = (
     "reward",
     "reward_std",
@@ -73,7 +72,7 @@ CURVES = (
     "time/train_share",
 )
 CURVE_FAMILIES = (("rewards/", "/mean"),)
-"""The parts of the reward, by function."""
+"""The parts of the reward, by reward function."""
 PHASES = (
     ("wait", "time/wait_for_batch"),
     ("train", "time/forward_backward"),
@@ -81,24 +80,24 @@ PHASES = (
     ("checkpoint", "time/save_ckpt"),
     ("publish", "time/broadcast_weights"),
 )
-"""Of a step, in the order in which they are drawn; the report tells their sums only."""
+"""The phases of a step, in the order of drawing, and the metrics with their durations."""
 CAUSED = frozenset({SkipReason.POISON, SkipReason.REFUSED, SkipReason.OUT_OF_MEMORY})
-"""Reasons whose details begin, before the first colon, with a cause that many rows share."""
+"""Reasons whose details start, before the first colon, with a cause that many rows share."""
 TRAINER, COORDINATOR = "trainer", "coordinator"
 
 
 def _rates() -> dict[str, Rate]:
-    # What comes in bursts, a step at a time, needs a longer window to be a rate at all.
+    # Weights come one per step, so their rate needs a longer window.
     return {"ordered": Rate(), "sampled": Rate(), "weights": Rate(60.0)}
 
 
 @dataclass
 class RunProgress:
-    """How far the run is, and what it was told to do.
+    """The progress of the run, and its mode.
 
-    ``version``, ``step``: the newest that were reported, ``step_at`` when; ``announced``: the newest weights that
-    workers were told of. ``planned_steps``: how many the run is to take, as its settings say; None: they are not known.
-    ``finished_step``: the step at which the coordinator ended the run, -1 if it never did, also once it is continued.
+    ``version``, ``step``: the newest reported ones; ``step_at``: when they were reported. ``announced``: the newest
+    weights announced to workers. ``planned_steps``: the run's number of steps by its settings; None: not known.
+    ``finished_step``: the last step at which the coordinator ended the run, even if it continued; -1: it never did.
     """
 
     algorithm: str = ""
@@ -114,7 +113,7 @@ class RunProgress:
 
 @dataclass
 class LearningHistory:
-    """What the optimizer steps and the evaluations measured."""
+    """The metrics of optimizer steps and evaluations."""
 
     steps: StepHistory = field(default_factory=StepHistory)
     curves: Curves = field(default_factory=lambda: Curves(CURVES, families=CURVE_FAMILIES))
@@ -123,7 +122,7 @@ class LearningHistory:
 
 @dataclass
 class ProcessActivity:
-    """Who is there, and what each does. ``workers``: the last heartbeat of each; ``silent``: those not heard of."""
+    """The run's processes and their activities. ``workers``: the last heartbeat of each; ``silent``: silent workers."""
 
     workers: dict[str, Heartbeat] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
@@ -133,10 +132,10 @@ class ProcessActivity:
 
 @dataclass
 class SampledTrajectories:
-    """What came onto the topic of trajectories, and what became of it.
+    """The trajectories on the topic, and their fates.
 
-    ``buckets``: counts by length bucket, ``bucket_of``: length buckets by partition. ``ends``: offsets behind the last
-    trajectory, by length bucket; empty if nobody looks.
+    ``buckets``: counts by length bucket. ``bucket_of``: length buckets by partition. ``ends``: sums of the partitions'
+    end offsets, by length bucket; empty if they are not looked up.
     """
 
     last: deque[TrajectorySummary] = field(default_factory=lambda: deque(maxlen=SHOWN_TRAJECTORIES))
@@ -150,8 +149,10 @@ class SampledTrajectories:
 
 @dataclass
 class RecordRefusals:
-    """What was not trained. ``skip_causes``: of those skips that a user may want to do something about, what they have
-    in common, by reason. ``dead_letters``: that the topic holds.
+    """Records that were not trained.
+
+    ``skip_causes``: by reason, the shared causes of skips that a user may want to act on. ``dead_letters``: the number
+    of records on that topic.
     """
 
     skips: SkipCounts = field(default_factory=SkipCounts)
@@ -161,11 +162,10 @@ class RecordRefusals:
 
 @dataclass
 class RunState:
-    """What is known of a run; its figures are in ``observability.run_state.figures``, all of it as plain data in
-    ``observability.run_state.snapshot``.
+    """The state of a run. ``run_state.figures`` has its figures, and ``run_state.snapshot`` all of it as plain data.
 
-    ``reward_weights``: of the run's reward functions, as far as they are known; a function without one counts once.
-    ``parts``: what optional features add. ``read_at``: when the topics were last read to their ends, in epoch seconds.
+    ``reward_weights``: weights of the run's reward functions, as far as they are known; the default is 1. ``parts``:
+    the parts of optional features. ``read_at``: when the topics were last read to their ends, in epoch seconds.
     """
 
     run: str
@@ -182,55 +182,55 @@ class RunState:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Of the newest step that was taken."""
+        """The metrics of the newest step."""
         newest = self.learning.steps.newest
         return {} if newest is None else newest.metrics
 
     @property
     def lag(self) -> dict[int, int]:
-        """Trajectories on the topic that the trainer has not finished (neither trained nor skipped), by length bucket.
+        """Trajectories on the topic that the trainer has neither trained nor skipped, by length bucket.
 
-        As it reported with the newest step, and those that came since; without a step, all that came.
+        That is the newest step's report plus those that came since; before the first step, all that came.
         """
         reported, finished = lag_by_bucket(self.metrics), by_bucket(self.metrics, FINISHED_PREFIX)
         ends = self.trajectories.ends
-        if not ends or (reported and not finished):  # reports of a version that told no more than the lag
+        if not ends or (reported and not finished):  # an older version's reports have only the lag
             return reported
         buckets = sorted({*reported, *ends})
-        # The trainer may have looked at the ends later than we did.
+        # The maximum, since the trainer may have read the ends later than we did.
         return {
             bucket: max(ends.get(bucket, 0) - finished.get(bucket, 0), reported.get(bucket, 0)) for bucket in buckets
         }
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Trajectories skipped since the run began, by reason, but for what a crash undid."""
+        """Trajectories skipped since the run's start, by reason, without skips that a crash undid."""
         return self.refusals.skips.counts()
 
     @property
     def max_steps(self) -> int | None:
-        """Optimizer steps that the run is to take."""
-        told = self.metrics.get("progress/max_steps")
-        return self.progress.planned_steps if told is None else int(told)
+        """The number of optimizer steps after which the run ends."""
+        reported = self.metrics.get("progress/max_steps")
+        return self.progress.planned_steps if reported is None else int(reported)
 
     def living_workers(self, now: float) -> list[Heartbeat]:
-        """By id."""
+        """The last heartbeats of the living workers, sorted by id."""
         return [beat for _, beat in sorted(self.processes.workers.items()) if is_alive(beat, now)]
 
     def known_until(self, now: float) -> float:
-        """The moment of which displays speak: when the topics were last read; the present while nothing can be read."""
+        """The time that displays refer to: the last read of the topics, or ``now`` if the last read is too old."""
         return now if self.read_at is None or now - self.read_at > AWAY_S else min(now, self.read_at)
 
     def observe_records(self, records: Sequence[Record]) -> None:
-        """Take into account what came at once, in the order of its times.
+        """Take records that came at once into account, sorted by time stamp.
 
-        Of very many trajectories some are looked into, and all are counted.
+        Of very many trajectories only some are decoded; all are counted.
         """
         trajectories = [index for index, record in enumerate(records) if _name_of(record) == TRAJECTORIES.name]
-        passed_over = set(trajectories) - sampled(trajectories)
+        not_decoded = set(trajectories) - sampled(trajectories)
         for index, record in enumerate(records):
-            # Partitions belong to one bucket each, so the bucket is known without looking into the record.
-            if index in passed_over and record.partition in self.trajectories.bucket_of:
+            # Each partition belongs to one bucket, so the bucket is known without decoding the record.
+            if index in not_decoded and record.partition in self.trajectories.bucket_of:
                 self._count_trajectory(record.timestamp, self.trajectories.bucket_of[record.partition])
             else:
                 self.observe_record(record)
@@ -241,18 +241,18 @@ class RunState:
         if name == TRAJECTORIES.name:
             if (summary := summary_of(record, self.reward_weights)) is not None:
                 self.observe_trajectory(summary, record.timestamp)
-        # Their bytes are whatever could not be decoded once already.
+        # Dead letters are not decoded: their bytes failed to decode before.
         elif name == DEAD_LETTERS.name:
             self.refusals.dead_letters += 1
             self.log.add(record.timestamp, "bad", "a record was refused; see dead letters")
         else:
-            # What does not decode is the business of those who act on it; a display goes on.
+            # The processes that act on a record report it if it does not decode; a display ignores it.
             with suppress(WireError):
                 self.observe_message(record.message())
 
     def observe_trajectory(self, summary: TrajectorySummary, at: float) -> None:
-        """A completion came, and was written at this time."""
-        # Whoever wrote the record may have written any number.
+        """Take a trajectory into account. ``at``: when its record was written."""
+        # The record's writer may have written any number.
         bucket = self.trajectories.bucket_of[summary.partition] = min(summary.bucket, MOST_BUCKETS - 1)
         self._count_trajectory(at, bucket)
         self.trajectories.calibration.add(summary.predicted, summary.length)
@@ -268,7 +268,7 @@ class RunState:
         self.trajectories.buckets[bucket] += 1
 
     def observe_message(self, message: Message) -> None:
-        """Take a decoded message into account; those that say nothing of the run's state are passed over."""
+        """Take a decoded message into account. Messages without news for the run's state are ignored."""
         handlers: dict[type[Message], Callable[..., None]] = {
             Heartbeat: self._heartbeat,
             StepReport: self._step,
@@ -286,7 +286,7 @@ class RunState:
             part.observe(message, self.log)
 
     def tick(self, now: float) -> None:
-        """Notice who has fallen silent."""
+        """Notice workers that have become silent, and new warnings."""
         for worker, beat in self.processes.workers.items():
             silent = beat.state is not WorkerState.STOPPED and not is_alive(beat, now)
             if silent and worker not in self.processes.silent and not self.progress.finished:
@@ -298,18 +298,18 @@ class RunState:
         self._warned = warning
 
     def _track(self, name: str) -> Track:
-        """Of a process."""
+        """The track of a process."""
         return self.processes.tracks.setdefault(name, Track())
 
     def _worker_track(self, worker: str) -> Track | None:
-        """Of a worker; None if there are too many to hold."""
+        """The track of a worker; None if there are too many workers."""
         if worker in self.processes.tracks or len(self.processes.tracks) < WORKERS_HELD:
             return self._track(worker)
         return None
 
     def _heartbeat(self, beat: Heartbeat) -> None:
         before = self.processes.workers.get(beat.worker_id)
-        # Names of workers come from outside: without a limit, whoever makes names up would fill the memory.
+        # Names of workers come from outside: without a limit, made-up names would fill the memory.
         if before is None and len(self.processes.workers) >= WORKERS_HELD:
             return
         self.processes.workers[beat.worker_id] = beat
@@ -324,9 +324,9 @@ class RunState:
             level = "warn" if beat.state in (WorkerState.DRAINING, WorkerState.STOPPED) else "info"
             self.log.add(beat.sent_at, level, f"{beat.worker_id} is {beat.state.value}")
         if beat.incarnation == before.incarnation:
-            # What it has been sent, it has finished or still holds.
+            # A worker has finished or still holds all that it was sent.
             self.processes.rates["ordered"].add(beat.sent_at, max(0, _sent_to(beat) - _sent_to(before)))
-            # Between two beats of one process it generated if it held completions; a restarted one held none.
+            # Between two heartbeats of one process, it generated if it was running completions at the first.
             if before.running and beat.sent_at - before.sent_at < SILENT_AFTER_S:
                 track.extend(before.sent_at, beat.sent_at, "generate", before.version.number)
         if beat.weights != before.weights:
@@ -338,24 +338,24 @@ class RunState:
         return all(part.own_trainer_leads for part in self.parts)
 
     def warning(self, now: float) -> str | None:
-        """What a user is to do, in one line; None: nothing."""
+        """One line that tells a user what to do; None: nothing."""
         if self.progress.finished:
             return None
-        return next((said for part in self.parts if (said := part.warning(now)) is not None), None)
+        return next((text for part in self.parts if (text := part.warning(now)) is not None), None)
 
     def _step(self, report: StepReport) -> None:
         if report.policy != policy_in(self.run):
             return
-        # A trainer that was replaced may still have written: only the newest lineage counts.
+        # A replaced trainer may still have written reports: only the newest lineage counts.
         progress = self.progress
         if report.version < progress.version:
             return
         if progress.version != NO_VERSION and report.version.lineage != progress.version.lineage:
-            self.log.add(report.sent_at, "warn", f"a new trainer goes on from step {report.step}")
+            self.log.add(report.sent_at, "warn", f"a new trainer continues from step {report.step}")
         if self.own_trainer_leads:
             progress.finished = report.finished
         elif report.version.lineage != progress.version.lineage:
-            progress.finished = False  # the run is continued; beside a policy that leads, its last step ends nothing
+            progress.finished = False  # the run continues; while another policy is served, its last step ends nothing
         progress.version, progress.algorithm = report.version, report.algorithm
         progress.step, progress.step_at = report.step, report.sent_at
         taken = self.learning.steps.add(report)
@@ -364,19 +364,19 @@ class RunState:
             return
         self.learning.curves.add(report.step, report.metrics)
         positions = [(ref.partition, ref.offset) for ref in report.trained_refs]
-        # Version n is what step n made of version n - 1, the weights that its trajectories' ages are counted from.
+        # Step n makes version n from version n - 1, from which its trajectories' ages are counted.
         ages = self.trajectories.fates.trained(positions, report.step, report.version.number - 1)
         self.trajectories.staleness.add(ages)
         self._phases(report)
         if report.step % EVENT_EVERY_STEPS == 0:
             reward = report.metrics.get("reward")
-            told = "" if reward is None else f", reward {reward:.3f}"
-            self.log.add(report.sent_at, "info", f"step {report.step}{told}")
+            suffix = "" if reward is None else f", reward {reward:.3f}"
+            self.log.add(report.sent_at, "info", f"step {report.step}{suffix}")
 
     def _phases(self, report: StepReport) -> None:
-        # A report tells how long each phase took, not when; they are drawn back to back, up to the report.
+        # A report has the durations of phases, not their times: they are drawn back to back, up to the report.
         track, seconds = self._track(TRAINER), [(kind, report.metrics.get(key, 0.0)) for kind, key in PHASES]
-        at = report.sent_at - sum(taken for _, taken in seconds)  # the report is sent when the last phase is over
+        at = report.sent_at - sum(taken for _, taken in seconds)  # the report is sent after the last phase
         for kind, taken in seconds:
             track.extend(at, at + taken, kind, report.step)
             at += taken
@@ -389,11 +389,11 @@ class RunState:
         self._track(TRAINER).mark(report.sent_at, "refused", f"step {report.step} refused")
 
     def _skip(self, row: SkipRecord) -> None:
-        # One row may tell of a whole range, such as what retention deleted.
+        # One row may stand for a whole range of offsets, for example if retention deleted them.
         count = max(1, row.end - row.offset)
         self.refusals.skips.add(row.lineage, row.sent_at, row.reason.value, count)
         if row.reason in CAUSED:
-            # Of rewards and of bytes the detail does not say whose they were.
+            # Details of poisoned trajectories do not name the trajectory, so the example does.
             where = row.trajectory_id if row.reason is SkipReason.POISON else None
             self.refusals.skip_causes.setdefault(row.reason.value, SkipCauses()).add(row.detail, where, count)
         self.trajectories.fates.settle((row.partition, row.offset), f"skipped: {row.reason.value}")
@@ -407,32 +407,32 @@ class RunState:
 
     def _weights(self, message: WeightsReady) -> None:
         self.progress.announced = max(self.progress.announced, message.version)
-        # Of a step whose report is still to come: a finished run is continued.
+        # Weights newer than the last report mean that a finished run continues.
         if message.version > self.progress.version:
             self.progress.finished = False
         self.processes.rates["weights"].add(message.sent_at)
         self._track(COORDINATOR).mark(message.sent_at, "announce", f"weights {message.version} announced")
 
     def _flow(self, message: FlowControl) -> None:
-        # It is announced again to every worker that joins.
+        # The same mode may be announced again.
         if message.mode != self.progress.mode:
-            said = {"run": "the run goes on", "pause": "the run is paused", "drain": "the run is drained"}[message.mode]
+            text = {"run": "the run goes on", "pause": "the run is paused", "drain": "the run is drained"}[message.mode]
             level = "good" if message.mode == "run" else "warn"
-            self.log.add(message.sent_at, level, f"{said} ({message.reason})" if message.reason else said)
-            self._track(COORDINATOR).mark(message.sent_at, message.mode, said)
+            self.log.add(message.sent_at, level, f"{text} ({message.reason})" if message.reason else text)
+            self._track(COORDINATOR).mark(message.sent_at, message.mode, text)
         self.progress.mode = message.mode
 
     def _drain(self, message: DrainWorker) -> None:
         self.log.add(message.sent_at, "warn", f"{message.worker_id} is asked to leave: {message.reason or 'no reason'}")
 
     def _finish(self, message: RunFinished) -> None:
-        # The last word of the coordinator; a run that is continued takes it back.
+        # The coordinator's last announcement, unless the run is continued.
         self.progress.finished, self.progress.finished_step = True, message.step
         self.log.add(message.sent_at, "good", f"the run is finished at step {message.step}: {message.reason}")
 
 
 def is_alive(beat: Heartbeat, now: float) -> bool:
-    """Whether this worker has neither left nor fallen silent, by its last heartbeat."""
+    """Whether a worker has neither left nor become silent, by its last heartbeat."""
     return beat.state is not WorkerState.STOPPED and now - beat.sent_at <= SILENT_AFTER_S
 
 
@@ -441,18 +441,18 @@ def _sent_to(beat: Heartbeat) -> int:
 
 
 def lag_by_bucket(metrics: Mapping[str, float]) -> dict[int, int]:
-    """Trajectories not finished, by length bucket, as the trainer reported them with a step."""
+    """The unfinished trajectories by length bucket, as the trainer reported them with a step."""
     return by_bucket(metrics, LAG_PREFIX)
 
 
 def by_bucket(metrics: Mapping[str, float], prefix: str) -> dict[int, int]:
-    """Counts that the trainer reported with a step for each length bucket."""
+    """A step's metrics with this prefix, which are counts by length bucket."""
     found = {int(key.removeprefix(prefix)): int(value) for key, value in metrics.items() if key.startswith(prefix)}
     return dict(sorted(found.items()))
 
 
 def by_reason(metrics: Mapping[str, float]) -> dict[str, int]:
-    """Trajectories skipped up to a step, as the trainer reported them with it."""
+    """The trajectories skipped up to a step, by reason, as the trainer reported them with it."""
     names = [name for name in metrics if name.startswith(SKIPPED_PREFIX)]
     return {name.removeprefix(SKIPPED_PREFIX): int(metrics[name]) for name in names}
 

@@ -1,6 +1,6 @@
-"""A trajectory as displays need it: its frame's header and the beginning of its text, without arrays or validation.
+"""A summary of a trajectory for displays: its frame's header and the start of its text, without arrays or validation.
 
-That takes about half of the time of decoding it. Whether the record is sound is the trainer's business.
+This takes about half the time of decoding the record. Validation is left to the trainer.
 """
 
 import math
@@ -14,17 +14,18 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.trajectories import Trajectory, total_reward
 
 PREVIEW = 160
-"""Characters of a completion that a list shows."""
+"""Most characters of a completion in a list."""
 NAME = 256
-"""Characters of a name: whoever wrote the record may have written anything."""
+"""Most characters of a name: the record's writer may have written anything."""
 _SCHEMA = ("schema", Trajectory.SCHEMA.encode())
 
 
 class TrajectorySummary(NamedTuple):
-    """``reward``: its total reward, None if there is none. ``oldest`` and ``newest``: weights of its tokens.
+    """A trajectory's data for displays.
 
-    ``policy``: the arm of a split that they are of, empty for the served policy; ``aged_from``: the number of the
-    served version from which its age counts.
+    ``reward``: its total reward; None if there is none. ``oldest`` and ``newest``: weights of its tokens. ``policy``:
+    the arm of a split whose weights they are; empty for the served policy. ``aged_from``: number of the served version
+    from which its age counts.
     """
 
     trajectory_id: str
@@ -47,11 +48,11 @@ class TrajectorySummary(NamedTuple):
 
 
 def summary_of(record: Record, reward_weights: Mapping[str, float]) -> TrajectorySummary | None:
-    """None if the bytes are not a trajectory's. ``reward_weights``: see ``total_reward``."""
+    """The summary of a record; None if it is not a trajectory. ``reward_weights``: see ``total_reward``."""
     if _SCHEMA not in record.headers:
         return None
     try:
-        # The rest of the text, megabytes in a long completion, is neither decoded nor copied.
+        # The rest of the text, which may be megabytes, is neither decoded nor copied.
         fields, body = header_of(record.value, record.headers)
         versions = [PolicyVersion(*map(_count, span["version"])) for span in fields["version_spans"]]
         admitted = PolicyVersion(*map(_count, fields["admitted_version"]))
@@ -76,7 +77,7 @@ def summary_of(record: Record, reward_weights: Mapping[str, float]) -> Trajector
             policy=policy,
             aged_from=(admitted if policy else min(versions)).number,
         )
-    # Whatever else a stranger's header makes of these look-ups: the record is then not shown.
+    # A foreign header may fail in any of these ways: then the record is not shown.
     except (WireError, KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
 
@@ -109,14 +110,14 @@ def _preview(text: str) -> str:
 
 
 MOST, NEWEST = 200, 40
-"""Of what came at once: so many are looked into, the newest of them so many, as lists show those."""
+"""Of trajectories that come at once, most that are decoded, and how many of them are the newest, which lists show."""
 
 
 def sampled(indices: Sequence[int], most: int = MOST, newest: int = NEWEST) -> set[int]:
-    """Which of many are looked into: all if they are at most ``most``, else the newest and others evenly spread."""
+    """The indices to decode: all if they are at most ``most``, else the newest ones and evenly spread others."""
     if len(indices) <= most:
         return set(indices)
-    # The same ones however often the list is drawn: even steps, and no chance.
+    # Even steps instead of a random choice, so that the result is always the same.
     rest = indices[: len(indices) - newest]
     wanted = most - newest
     return {*indices[len(indices) - newest :], *(rest[index * len(rest) // wanted] for index in range(wanted))}

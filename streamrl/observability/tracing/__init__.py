@@ -1,1 +1,1 @@
-"""Traces: what became of a prompt, from its order to the weights that came of it, as OpenTelemetry spans."""
+"""Traces of prompts as OpenTelemetry spans, from a prompt's order to the weights that it helped to train."""

@@ -1,10 +1,10 @@
-"""Hands spans to OpenTelemetry's SDK, which exports them from a thread of its own. Knows no role and no topic.
+"""Passes spans to OpenTelemetry's SDK, which exports them from its own thread. Knows no role and no topic.
 
-Our spans are whole when they get here, so the SDK's tracers, which make spans step by step, have no part in it.
+Spans have ended when they get here, so the SDK's tracers, which build spans step by step, are not used.
 
 Invariants, each with a test of its name:
-- exporting_never_waits: a span goes into a bounded queue; when it is full the oldest one is lost, and counted;
-- an_unreachable_collector_is_one_warning, and ending takes at most ``END_S`` longer.
+- exporting_never_waits: a span goes into a bounded queue; if the queue is full, the oldest span is lost and counted;
+- an_unreachable_collector_is_one_warning, and the process's exit takes at most ``END_S`` longer.
 """
 
 import json
@@ -30,30 +30,30 @@ from streamrl.observability.tracing.settings import TelemetrySettings
 log = structlog.get_logger()
 
 QUEUE, BATCH, EVERY_MS = 16_384, 512, 1000
-"""Spans that may wait, spans of one request, and milliseconds between requests. The queue is eight times the SDK's
+"""Most spans in the queue, spans per request, and milliseconds between requests. The queue is eight times the SDK's
 default, because a step ends the spans of thousands of trajectories at once."""
 TIMEOUT_S, END_S = 5.0, 5.0
-"""Of one request, and of what ending may wait for altogether: a supervisor kills a process after 20 s."""
+"""Longest wait for one request, and for all at the end: a supervisor kills a process after 20 s."""
 KINDS = {"internal": SpanKind.INTERNAL, "producer": SpanKind.PRODUCER, "consumer": SpanKind.CONSUMER}
 _SAMPLED, _UNSET = TraceFlags(TraceFlags.SAMPLED), Status(StatusCode.UNSET)
 
 
 def open_exporting(settings: TelemetrySettings, run_path: Path, role: str, process: str) -> "Exporting":
-    """Exporting as the settings say: to ``<run>/traces/<process>.jsonl``, or to a collector."""
+    """The export that the settings ask for: to ``<run>/traces/<process>.jsonl``, or to a collector."""
     if settings.traces == "file":
         path = run_path / "traces" / f"{process}.jsonl"
         return Exporting(FileExporter(path), str(path), run_path.name, role, process)
-    # imported here: who writes files needs neither this package nor its HTTP client
+    # imported here: with traces in files, neither this package nor its HTTP client is needed
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-    # an exporter takes a URL as it is; None leaves it to OpenTelemetry's own environment variables
+    # the exporter uses the URL unchanged; None leaves it to OpenTelemetry's own environment variables
     base = settings.endpoint
     url = None if base is None else base if base.endswith("/v1/traces") else f"{base.rstrip('/')}/v1/traces"
     return Exporting(OTLPSpanExporter(endpoint=url, timeout=TIMEOUT_S), url or "OTLP", run_path.name, role, process)
 
 
 class Exporting:
-    """Takes spans on the event loop's thread only. ``target``: for messages."""
+    """Exports spans. Call it only on the event loop's thread. ``target``: the destination, for messages."""
 
     def __init__(self, exporter: SpanExporter, target: str, run: str, role: str, process: str) -> None:
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # the one warning is ours
@@ -72,12 +72,12 @@ class Exporting:
 
     @property
     def lost(self) -> int:
-        """Spans taken that were not delivered; some may still be under way until it is closed."""
+        """Number of spans taken and not delivered; before ``close``, some may still be under way."""
         return self._taken - self._counted.delivered
 
     def record(self, span: TraceSpan) -> None:
         """Take a span; never waits."""
-        self._taken += 1  # on the event loop's thread alone, so no lock is needed
+        self._taken += 1  # only on the event loop's thread, so no lock is needed
         self._processor.on_end(
             ReadableSpan(
                 span.name,
@@ -95,8 +95,8 @@ class Exporting:
         )
 
     def close(self) -> None:
-        """Export what is left; bounded in time, whatever the collector does."""
-        # the SDK's shutdown waits for the collector however long it takes; a daemon thread does not hold up our exit
+        """Export the rest; takes at most ``END_S``, whatever the collector does."""
+        # the SDK's shutdown waits for the collector without limit; a daemon thread does not delay our exit
         ending = Thread(target=self._processor.shutdown, name="traces-ending", daemon=True)
         ending.start()
         ending.join(END_S)
@@ -104,14 +104,14 @@ class Exporting:
 
 
 class _Counted(SpanExporter):
-    """Counts what is delivered, and warns once of what is not."""
+    """Counts delivered spans, and warns once if some are not delivered."""
 
     def __init__(self, inner: SpanExporter, target: str) -> None:
         self.inner, self.target, self.delivered = inner, target, 0
         self._warned = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        # what is raised would be logged by the SDK at each batch, and its logger is silenced; it is told here, once
+        # the SDK would log an error at each batch; its logger is silenced, and the error is logged once here
         try:
             result, why = self.inner.export(spans), "no answer, or a refusal"
         except Exception as error:
@@ -120,7 +120,7 @@ class _Counted(SpanExporter):
             self.delivered += len(spans)
         elif not self._warned:
             self._warned = True
-            log.warning("traces are not delivered; the work goes on without them", to=self.target, error=why)
+            log.warning("traces are not delivered; the process goes on without them", to=self.target, error=why)
         return result
 
     def shutdown(self) -> None:
@@ -132,14 +132,14 @@ def _sdk(context: SpanContext) -> SdkSpanContext:
 
 
 def _nanoseconds(seconds: float) -> int:
-    # to the microsecond: a float of seconds since the epoch knows hardly more (53 bits, of which 31 are whole seconds)
+    # to the microsecond: a float of seconds since the epoch is hardly more precise (53 bits, 31 for whole seconds)
     return int(seconds * 1e6) * 1000
 
 
 class FileExporter(SpanExporter):
-    """Spans as OTLP-JSON, one batch a line, as OpenTelemetry's file exporters write them and its collector reads them.
+    """Writes spans as OTLP-JSON, one batch per line: the format of OpenTelemetry's file exporters and its collector.
 
-    A process that was killed leaves at most half a line.
+    A killed process leaves at most half a line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -158,7 +158,7 @@ class FileExporter(SpanExporter):
 
 
 def _document(spans: Sequence[ReadableSpan]) -> dict[str, Any]:
-    """All of one process, so of one resource."""
+    """A batch as OTLP-JSON. All its spans are from one process, so from one resource."""
     first = spans[0]
     scope = first.instrumentation_scope
     inside = {"scope": {"name": scope.name if scope else ""}, "spans": [_span(span) for span in spans]}
@@ -166,12 +166,12 @@ def _document(spans: Sequence[ReadableSpan]) -> dict[str, Any]:
 
 
 def _span(span: ReadableSpan) -> dict[str, Any]:
-    assert span.context is not None, "spans are exported when they are whole"
+    assert span.context is not None, "exported spans have ended and have a context"
     found: dict[str, Any] = {
         "traceId": f"{span.context.trace_id:032x}",
         "spanId": f"{span.context.span_id:016x}",
         "name": span.name,
-        "kind": span.kind.value + 1,  # on the wire 0 means that it is not known
+        "kind": span.kind.value + 1,  # on the wire 0 means unspecified
         "startTimeUnixNano": str(span.start_time),
         "endTimeUnixNano": str(span.end_time),
         "attributes": _fields(span.attributes or {}),
@@ -194,7 +194,7 @@ def _fields(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _value(value: Any) -> dict[str, Any]:
-    # bool before int, of which it is a subclass; 64-bit integers are strings in OTLP-JSON
+    # bool before int, since it is a subclass of int; 64-bit integers are strings in OTLP-JSON
     match value:
         case bool():
             return {"boolValue": value}

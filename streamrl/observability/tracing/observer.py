@@ -1,6 +1,6 @@
-"""Tracing at a role's bus: writes contexts into the headers of what is sent, and tells the role's tracer what passed.
+"""Tracing at a role's bus: writes contexts into the headers of sent records, and shows records to the role's tracer.
 
-Knows no message and no exporter. A failing tracer ends tracing and nothing else: see ``observability.interceptor``.
+Knows no message and no exporter. A failing tracer ends only the tracing: see ``observability.interceptor``.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,10 @@ from streamrl.observability.tracing.context import SpanContext, context_of
 
 
 class StoredRecord(NamedTuple):
-    """The broker has a record; the offset is not known of records in transactions. Times: seconds since the epoch."""
+    """A record that the broker has. The offset of a record in a transaction is not known.
+
+    Times are in seconds since the epoch: when sending began and ended.
+    """
 
     topic: str
     partition: int | None
@@ -23,35 +26,35 @@ class StoredRecord(NamedTuple):
 
 
 class OutgoingTrace(NamedTuple):
-    """What a record shall carry, if anything, and who is told when the broker has it."""
+    """The context to write into a record, if any, and a callback for when the broker has the record."""
 
     context: SpanContext | None
     on_stored: Callable[[StoredRecord], None]
 
 
 class RoleTracer(Protocol):
-    """Makes spans of what one role does. ``writes`` and ``reads``: full names of the topics it wants to see."""
+    """Makes the spans of one role. ``writes`` and ``reads``: full names of the topics that the tracer wants to see."""
 
     writes: frozenset[str]
     reads: frozenset[str]
 
     def sending(self, record: Outgoing) -> OutgoingTrace | None:
-        """A record is about to be sent, perhaps not for the first time; None if it belongs to no trace."""
+        """Called before a record is sent, perhaps not for the first time. Returns None if it belongs to no trace."""
         ...
 
     def received(self, record: Record, context: SpanContext) -> None:
-        """A record that carries a context was read."""
+        """Called with each read record that carries a context."""
         ...
 
 
 @dataclass(frozen=True)
 class TracingObserver:
-    """``observability.interceptor.BusObserver`` for one tracer."""
+    """A ``BusObserver`` (``observability.interceptor``) for one tracer."""
 
     tracer: RoleTracer
 
     def sending(self, records: list[Outgoing]) -> "_TracedDelivery | None":
-        """Give each record of a trace its header."""
+        """Add the header to each record that belongs to a trace."""
         traced: list[tuple[Outgoing, OutgoingTrace]] = []
         for index, record in enumerate(records):
             if record.topic in self.tracer.writes and (trace := self.tracer.sending(record)) is not None:
@@ -61,7 +64,7 @@ class TracingObserver:
         return _TracedDelivery(traced) if traced else None
 
     def received(self, records: Sequence[Record]) -> None:
-        """Show the tracer what carries a context."""
+        """Show the tracer the records that carry a context."""
         for record in records:
             if record.topic in self.tracer.reads and (context := context_of(record.headers)) is not None:
                 self.tracer.received(record, context)
@@ -72,12 +75,12 @@ class _TracedDelivery:
     traced: Sequence[tuple[Outgoing, OutgoingTrace]]
 
     def accepted(self) -> None:
-        """A span tells of what the broker has; until then it may still fail."""
+        """Do nothing: a span is made once the broker has the record, and until then sending may fail."""
 
     def settled(self, report: DeliveryReport) -> None:
         if report.error is not None:
             return
         for record, trace in self.traced:
-            # the position of a single record; a transaction knows at most the partition that it asked for
+            # a single record has a position; a transaction knows at most the partition that it asked for
             topic, partition, offset = report.position or (record.topic, record.partition, None)
             trace.on_stored(StoredRecord(topic, partition, offset, report.began_s, report.ended_s))

@@ -1,9 +1,9 @@
-"""What each role does, in spans: the trace of a group goes from its order to what became of every sample.
+"""The spans of each role: the trace of a group goes from its order to the fate of every sample.
 
-An order begins the trace of its group (dispatcher); each sample is generated, scored and sent in it (worker), and
-trained or skipped (trainer). Workers have a module of their own (``worker_tracer``), and roles of optional features
-bring their tracers. A step has a trace of its own, too, linked with those of its groups, as it comes of many; the
-weights of a step are announced (coordinator) and taken up (workers) in the step's trace.
+An order starts the trace of its group (dispatcher). In that trace each sample is generated, scored and sent (worker),
+and trained or skipped (trainer). Workers have their own module (``worker_tracer``), and roles of optional features
+bring their own tracers. A step has its own trace, linked with those of its many groups. In the step's trace, its
+weights are announced (coordinator) and adopted (workers).
 """
 
 import time
@@ -41,20 +41,21 @@ from streamrl.schemas.topics import CONTROL, DEAD_LETTERS, SKIPS, STEPS, TRAJECT
 from streamrl.schemas.trajectories import WorkOrder
 
 PENDING = 200_000
-"""Trajectories that the trainer remembers until it knows what became of them: more than ingest ever holds."""
+"""Number of trajectories that the trainer's tracer remembers until their fate is known: more than ingest ever holds."""
 STEP_METRICS = ("reward", "loss", "grad_norm", "off_policy/mean", "completions/mean_length")
-"""Metrics of a step that stand in its span; the phases do as well."""
+"""Metrics of a step that its span contains, besides the phases."""
 PHASES, WHOLE_STEP = "time/", "time/step"
 
 
 OpenTracer = Callable[[str, float, ExportSpan, LoggedTraces], RoleTracer]
-"""Opens the tracer of a feature's role: run, share of traces that are kept, where spans go, what log lines name."""
+"""Opens the tracer of a feature's role. Arguments: run, share of traces to keep, span exporter, and traces in logs."""
 
 
 @dataclass(frozen=True)
 class Tracing:
-    """What traces a role: an observer at its bus, and around a worker's engine. ``tracer``: of a feature's role, which
-    may show it more than what passes the bus.
+    """The tracing of a role: an observer at its bus, and a wrapper around a worker's engine.
+
+    ``tracer``: the tracer, except a worker's; a feature's role may show it more than the records on the bus.
     """
 
     observer: TracingObserver
@@ -62,7 +63,7 @@ class Tracing:
     tracer: RoleTracer | None = None
 
     def around(self, engine: Engine) -> Engine:
-        """The engine as a traced worker uses it."""
+        """The engine, wrapped if the role is a worker."""
         return engine if self.worker is None else TracedEngine(engine, self.worker)
 
 
@@ -76,9 +77,10 @@ def open_tracing(
     logged: LoggedTraces,
     open_tracer: OpenTracer | None = None,
 ) -> Iterator[Tracing | None]:
-    """While the block runs, the role's spans are exported; at its end, in bounded time, the last of them.
+    """Export the role's spans during the block, and the last ones at its end, in bounded time.
 
-    ``open_tracer``: of a feature's role. None without ``telemetry.traces``, and for roles that nothing traces.
+    ``open_tracer``: opens the tracer of a feature's role. Gives None without ``telemetry.traces``, and for roles
+    without a tracer.
     """
     if settings.traces == "off":
         yield None
@@ -101,7 +103,7 @@ def tracing_of(
     logged: LoggedTraces,
     open_tracer: OpenTracer | None = None,
 ) -> Tracing | None:
-    """What traces a role; None for one that nothing traces."""
+    """The tracing of a role; None for a role without a tracer."""
     tracer: RoleTracer
     match role:
         case "dispatcher":
@@ -121,7 +123,7 @@ def tracing_of(
 
 
 class DispatcherTracer:
-    """Decides which groups are traced: the trace id follows from the run, the group and when it was created."""
+    """Decides which groups are traced. The trace id follows from the run, the group and its time of creation."""
 
     def __init__(self, run: str, ratio: float, export: ExportSpan, logged: LoggedTraces) -> None:
         self.writes = frozenset({WORK_ORDERS.full_name(run)})
@@ -129,15 +131,15 @@ class DispatcherTracer:
         self._run, self._ratio, self._export, self._logged = run, ratio, export, logged
 
     def sending(self, record: Outgoing) -> OutgoingTrace | None:
-        """A work order."""
+        """Start the trace of a work order."""
         order = decode(record.value, record.headers)
         if not isinstance(order, WorkOrder):
             return None
-        # created_at tells apart the same group of two runs of one name; it stays the same when the order is sent again
+        # created_at distinguishes equal groups of two runs with one name; a repeated order has the same created_at
         trace_id = trace_id_of(self._run, order.group_id, order.created_at)
         if not is_sampled(trace_id, self._ratio):
             return None
-        # ids follow from names, so that the root of an order sent again is known without having been kept
+        # ids follow from names, so that the root span of a repeated order is known without being stored
         root = SpanContext(trace_id, span_id_of(trace_id, "dispatch"))
         self._logged.add(order.group_id, root)
         again = SpanContext(trace_id, span_id_of(trace_id, "dispatch", order.attempt))
@@ -145,7 +147,7 @@ class DispatcherTracer:
         return OutgoingTrace(context, partial(self._sent, order, context, root if order.attempt else None))
 
     def received(self, record: Record, context: SpanContext) -> None:
-        """It reads nothing that belongs to a trace."""
+        """Do nothing: the dispatcher reads no record that belongs to a trace."""
 
     def _sent(self, order: WorkOrder, context: SpanContext, parent: SpanContext | None, stored: StoredRecord) -> None:
         attributes = messaging_attributes("send", stored.topic, stored.partition, stored.offset, order.group_id) | {
@@ -159,13 +161,13 @@ class DispatcherTracer:
             "streamrl.bucket": order.estimate.bucket,
             "streamrl.policy.admitted_version": str(order.admitted_version),
         }
-        # a first order begins when it was made, a repeated one when it was sent
+        # the span of a first order starts when the order was made, that of a repeated one when it was sent
         start_s = stored.began_s if order.attempt else min(order.created_at, stored.began_s)
         self._export(TraceSpan("dispatch", context, parent, start_s, stored.ended_s, "producer", attributes))
 
 
 class _Held(NamedTuple):
-    """A trajectory that was read and whose fate is not known yet."""
+    """A trajectory that was read and has no fate yet."""
 
     context: SpanContext
     read_s: float
@@ -173,12 +175,12 @@ class _Held(NamedTuple):
 
 
 class TrainerTracer:
-    """A step belongs to a trace of its own, as it comes of many; it is traced if any of its trajectories is."""
+    """The trainer's tracer. A step has its own trace; it is traced if any of its trajectories is."""
 
     def __init__(
         self, run: str, export: ExportSpan, logged: LoggedTraces, clock: Callable[[], float] = time.time
     ) -> None:
-        # An instance beside the run's own trainer writes under its scope, and reads the run's stream.
+        # An instance, besides the run's own trainer, writes under its own scope and reads the run's stream.
         self._steps, self._skips, self._dead_letters = (topic.full_name(run) for topic in (STEPS, SKIPS, DEAD_LETTERS))
         self._topic = TRAJECTORIES.full_name(run_and_policy(run)[0])
         self.writes = frozenset({self._steps, self._skips, self._dead_letters})
@@ -187,13 +189,13 @@ class TrainerTracer:
         self._held: FIFOCache[tuple[int, int], _Held] = FIFOCache(PENDING)
 
     def received(self, record: Record, context: SpanContext) -> None:
-        """A trajectory."""
+        """Take a trajectory that was read."""
         self._held[(record.partition, record.offset)] = _Held(context, self._clock(), record.key)
         if record.key is not None:
             self._logged.add(record.key, context)
 
     def sending(self, record: Outgoing) -> OutgoingTrace | None:
-        """A step report, a skip row, or a dead letter."""
+        """Take a step report, a skip row, or a dead letter that is about to be sent."""
         if record.topic == self._dead_letters:
             context = context_of(record.headers)  # a dead letter keeps the headers of the record
             return None if context is None else OutgoingTrace(None, partial(self._dead, context, record.headers))
@@ -207,13 +209,13 @@ class TrainerTracer:
     def _reporting(self, report: StepReport) -> OutgoingTrace | None:
         if not any(self._held.get((ref.partition, ref.offset)) for ref in report.trained_refs):
             return None
-        # only looked up here, not taken: if the sending fails, the report comes again and finds them still held
+        # only looked up here, not removed: if sending fails, the report comes again and needs them
         trace_id = trace_id_of(self._run, "step", report.version, report.sent_at)
         context = SpanContext(trace_id, span_id_of(trace_id, "step"))
         return OutgoingTrace(context, partial(self._stepped, report, context))
 
     def _stepped(self, report: StepReport, step: SpanContext, stored: StoredRecord) -> None:
-        first: dict[str, _Held] = {}  # of each group one sample, so that a step has one link for a group
+        first: dict[str, _Held] = {}  # one sample of each group, so that a step has one link per group
         for index, batch in enumerate(report.micro_batches):
             for ref, held in self._known(batch):
                 first.setdefault(group_id_of(ref.trajectory_id), held)
@@ -221,10 +223,10 @@ class TrainerTracer:
                     "streamrl.micro_batch": index,
                     "streamrl.trajectory_id": ref.trajectory_id,
                 }
-                # a link, as a span has one parent only, and this one's is in the group's trace
+                # a link, since a span has only one parent, and this span's is in the group's trace
                 self._ended("train", held, ref, stored.ended_s, attributes, links=[step])
         links = [held.context for held in first.values()]
-        # the report is made at the end of the step, whose seconds stand in it
+        # the report is made at the end of the step, and contains the step's seconds
         start_s = report.sent_at - report.metrics.get(WHOLE_STEP, 0.0)
         attributes = _trainer_span(report) | _step_attributes(report)
         self._export(
@@ -234,7 +236,7 @@ class TrainerTracer:
         )
 
     def _known(self, refs: Iterable[RecordRef]) -> Iterable[tuple[RecordRef, _Held]]:
-        # popped: a step that is announced again has its spans already
+        # popped: a step that is reported again has its spans already
         for ref in refs:
             if (held := self._held.pop((ref.partition, ref.offset), None)) is not None:
                 yield ref, held
@@ -261,8 +263,8 @@ class TrainerTracer:
         attributes: dict[str, AttributeValue],
         links: tuple[SpanContext, ...] | list[SpanContext] = (),
     ) -> None:
-        """What a consumer did with one record: from when it was read."""
-        # read_s tells apart two trainers, one resumed from the other, that both did it
+        """Export the span of one record's fate, which starts when the record was read."""
+        # read_s distinguishes a trainer from one that resumed from it and handled the same record
         context = SpanContext(held.context.trace_id, span_id_of(name, *ref, held.read_s))
         found = messaging_attributes("process", self._topic, ref.partition, ref.offset, held.key) | attributes
         self._export(TraceSpan(name, context, held.context, held.read_s, end_s, "consumer", found, links))
@@ -303,21 +305,21 @@ def _step_attributes(report: StepReport) -> dict[str, AttributeValue]:
 
 
 class CoordinatorTracer:
-    """Remembers the steps reported; each version is announced at most once."""
+    """The coordinator's tracer. It remembers reported steps until their weights are announced."""
 
     def __init__(self, run: str, export: ExportSpan, clock: Callable[[], float] = time.time) -> None:
         self.writes = frozenset({CONTROL.full_name(run)})
         self.reads = frozenset({STEPS.full_name(run)})
         self._export, self._clock = export, clock
-        self._reports: FIFOCache[PolicyVersion, Heard] = FIFOCache(1024)  # the newest steps; older are announced
+        self._reports: FIFOCache[PolicyVersion, Heard] = FIFOCache(1024)  # the newest steps; older ones are announced
 
     def received(self, record: Record, context: SpanContext) -> None:
-        """A step report."""
+        """Take a step report."""
         if isinstance(report := record.message(), StepReport):
             self._reports[report.version] = Heard(context, self._clock())
 
     def sending(self, record: Outgoing) -> OutgoingTrace | None:
-        """A control message."""
+        """Take a control message that is about to be sent."""
         message = decode(record.value, record.headers)
         if not isinstance(message, WeightsReady) or (heard := self._reports.get(message.version)) is None:
             return None

@@ -1,4 +1,4 @@
-"""``[telemetry]``. Knows no library."""
+"""``[telemetry]``. Imports no tracing library."""
 
 from typing import Annotated, Literal
 
@@ -9,11 +9,13 @@ from streamrl.schemas.settings import Section
 
 
 class TelemetrySettings(Section):
-    """``[telemetry]``: traces that follow a prompt through Kafka to the optimizer step and the weights it led to."""
+    """``[telemetry]``: traces that follow a prompt through Kafka to its optimizer step and the resulting weights."""
 
     traces: Annotated[
         Literal["off", "file", "otlp"],
-        Field(description="file: OTLP-JSON lines in runs/<name>/traces/, for `streamrl trace`; otlp: to a collector."),
+        Field(
+            description="file: OTLP-JSON lines in runs/<name>/traces/, for `streamrl trace`; otlp: sent to a collector."
+        ),
     ] = "off"
     endpoint: Annotated[
         str | None,
@@ -28,6 +30,6 @@ class TelemetrySettings(Section):
         Field(
             ge=0,
             le=1,
-            description="Share of groups and requests that are traced; dispatcher and gateway decide for everyone.",
+            description="Share of groups and requests that are traced; dispatcher and gateway decide for all roles.",
         ),
     ] = 1.0

@@ -1,4 +1,4 @@
-"""Reads the span files of a run, OTLP-JSON with one batch a line, and arranges the spans of a trace as a tree."""
+"""Reads the span files of a run (OTLP-JSON, one batch per line), and arranges the spans of a trace as a tree."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ TRAJECTORY = "streamrl.trajectory_id"
 
 @dataclass(frozen=True, slots=True)
 class ExportedSpan:
-    """A span as it was written; ids in hex. ``links``: trace ids of the spans it refers to."""
+    """A span as written to a file; ids in hex. ``links``: trace ids of the spans that it refers to."""
 
     trace: str
     span: str
@@ -32,9 +32,10 @@ class ExportedSpan:
 
 
 def spans_with(folder: Path, text: str) -> Iterator[ExportedSpan]:
-    """All spans of the lines that contain a text, in no order; half lines of killed processes are passed over.
+    """All spans of the lines that contain a text, in no order. Half lines of killed processes are ignored.
 
-    A line is searched before it is parsed, which spares parsing nearly all of a large file; it may hold others as well.
+    Each line is searched before it is parsed, so that most of a large file need not be parsed. A matching line may hold
+    further spans.
     """
     for path in sorted(folder.glob("*.jsonl")):
         with path.open() as file:
@@ -86,19 +87,19 @@ def _value(value: Mapping[str, Any]) -> Attribute:
 
 @dataclass(frozen=True, slots=True)
 class SpanNode:
-    """A span, and how deep it lies below the root of its tree."""
+    """A span, and its depth below the root of its tree."""
 
     depth: int
     span: ExportedSpan
 
 
 def span_tree(spans: Iterable[ExportedSpan]) -> Iterator[SpanNode]:
-    """Parents before their children, siblings by time; a span whose parent is not there is a root of its own."""
+    """The spans as a tree: parents before children, siblings by time. A span whose parent is missing is a root."""
     unique = {span.span: span for span in spans}
     children: dict[str, list[ExportedSpan]] = {}
     for span in sorted(unique.values(), key=lambda one: (one.start_ns, -one.end_ns)):
         children.setdefault(span.parent if span.parent in unique else "", []).append(span)
-    # depth first, with a list instead of recursion; reversed, because the last one is taken next
+    # depth first, with a list instead of recursion; reversed, because the last element is taken next
     pending = [SpanNode(0, root) for root in reversed(children.get("", []))]
     while pending:
         node = pending.pop()
@@ -107,12 +108,12 @@ def span_tree(spans: Iterable[ExportedSpan]) -> Iterator[SpanNode]:
 
 
 def spans_of_trajectory(spans: Sequence[ExportedSpan], name: str) -> list[ExportedSpan]:
-    """Without the other samples of the group; all of them if the name is not a trajectory's."""
+    """The spans without those of other samples of the group; all of them if the name is not a trajectory's."""
     if not any(span.attributes.get(TRAJECTORY) == name for span in spans):
         return list(spans)
     return [span for span in spans if span.attributes.get(TRAJECTORY, name) == name]
 
 
 def linked_traces(spans: Iterable[ExportedSpan]) -> list[str]:
-    """The traces that these spans refer to, each once, in their order."""
+    """The ids of the traces that these spans link to, each once, in order."""
     return list(dict.fromkeys(trace for span in spans for trace in span.links if trace != span.trace))

@@ -1,7 +1,7 @@
-"""What a worker does, in spans: what it samples for orders and for requesters, and the weights that it takes up.
+"""A worker's spans: samples for orders and for requests, and the weights that it adopts.
 
-A sample of an order is told of when its trajectory is sent, and what a gateway asked for as soon as it is over: it is
-below its request, whose context came with it.
+The spans of an order's sample are exported when its trajectory is sent. The span of a gateway's request is exported as
+soon as the request is over; its parent is the gateway's span, whose context came with the request.
 """
 
 import time
@@ -39,7 +39,7 @@ from streamrl.schemas.weights import MANIFEST
 
 
 class Heard(NamedTuple):
-    """The context of a record that was read then, in seconds since the epoch."""
+    """The context of a record, and when the record was read, in seconds since the epoch."""
 
     context: SpanContext
     at_s: float
@@ -57,9 +57,9 @@ class _Generated(NamedTuple):
 
 @dataclass
 class _Served:
-    """What was sampled of a request so far. ``ended_s``: when its last token came; 0: it has not."""
+    """The progress of a request. ``ended_s``: when its last token came; 0: not yet."""
 
-    began_s: float
+    started_at_s: float
     first_s: float = 0.0
     ended_s: float = 0.0
     tokens: int = 0
@@ -68,7 +68,7 @@ class _Served:
 
 
 class WorkerTracer:
-    """Of one worker; its engine tells it what no message says."""
+    """The tracer of one worker. Its engine reports what no message contains."""
 
     def __init__(
         self, run: str, worker_id: str, export: ExportSpan, logged: LoggedTraces, clock: Callable[[], float] = time.time
@@ -78,12 +78,12 @@ class WorkerTracer:
         self.clock = clock
         self._worker_id, self._export, self._logged = worker_id, export, logged
         self._orders: FIFOCache[str, Heard] = FIFOCache(REMEMBERED)
-        # announced, and not taken up yet; by their manifest, since versions of two policies may have equal numbers
+        # weights announced and not adopted yet, by manifest: versions of two policies may have equal numbers
         self._weights: FIFOCache[str, _Announced] = FIFOCache(64)
         self._generated: FIFOCache[str, _Generated] = FIFOCache(REMEMBERED)
 
     def received(self, record: Record, context: SpanContext) -> None:
-        """An order, or weights that were announced."""
+        """Take an order, or an announcement of weights."""
         if record.key is None:
             return
         if record.topic.endswith(WORK_ORDERS.name):
@@ -98,11 +98,11 @@ class WorkerTracer:
         return self._orders.get(group_id_of(trajectory_id)) is not None
 
     def generated(self, trajectory_id: str, first_s: float) -> None:
-        """The engine gave the last token now, and the first one then."""
+        """Note that the engine gave a sample's last token now, and its first one at ``first_s``."""
         self._generated[trajectory_id] = _Generated(first_s, self.clock())
 
     def served(self, request: GenerationRequest, parent: SpanContext, served: _Served) -> None:
-        """A request of a gateway's is over, or was given up."""
+        """Export the span of a gateway's request that is over or was given up."""
         attributes: dict[str, AttributeValue] = {
             "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
             "gen_ai.usage.output_tokens": served.tokens,
@@ -110,20 +110,20 @@ class WorkerTracer:
             "streamrl.policy.versions": [*map(str, served.versions)],
         }
         if served.first_s:
-            attributes["streamrl.time_to_first_token_s"] = served.first_s - served.began_s
-        problem = "it failed, or nobody waited for it any more"
+            attributes["streamrl.time_to_first_token_s"] = served.first_s - served.started_at_s
+        problem = "the request failed, or the requester left"
         if served.finish_reason is not None:
             attributes["streamrl.finish_reason"], problem = served.finish_reason.value, ""
-        span_id = span_id_of(parent.span_id, self._worker_id, request.request_id, served.began_s)
+        span_id = span_id_of(parent.span_id, self._worker_id, request.request_id, served.started_at_s)
         context, ended_s = SpanContext(parent.trace_id, span_id), served.ended_s or self.clock()
         self._export(
-            TraceSpan("generate", context, parent, served.began_s, ended_s, attributes=attributes, problem=problem)
+            TraceSpan("generate", context, parent, served.started_at_s, ended_s, attributes=attributes, problem=problem)
         )
 
     def adopted(self, manifest_sha256: str, began_s: float, ended_s: float) -> None:
-        """The engine took up the weights of this manifest between these times."""
+        """Export the spans of weights that the engine adopted between these times."""
         if (announced := self._weights.pop(manifest_sha256, None)) is None:
-            return  # of a step without a trace
+            return  # the weights' step has no trace
         version, heard = announced
         attributes: dict[str, AttributeValue] = {
             "streamrl.worker_id": self._worker_id,
@@ -134,7 +134,7 @@ class WorkerTracer:
             self._export(TraceSpan(name, context, heard.context, start_s, end_s, "consumer", attributes))
 
     def sending(self, record: Outgoing) -> OutgoingTrace | None:
-        """A trajectory."""
+        """Start the spans of a trajectory that is about to be sent."""
         heard = self._orders.get(record.key) if record.key is not None else None
         if heard is None or not isinstance(one := decode(record.value, record.headers), Trajectory):
             return None
@@ -148,16 +148,16 @@ class WorkerTracer:
     def _sent(
         self, one: Trajectory, heard: Heard, sample: SpanContext, context: SpanContext, stored: StoredRecord
     ) -> None:
-        # clocks of two calls may differ by a little; a child must not begin before its parent
-        begun_s = min(heard.at_s, one.started_at)
+        # two readings of the clock may differ a little; a child must not start before its parent
+        start_s = min(heard.at_s, one.started_at)
         names = {**_names(one), "streamrl.worker_id": self._worker_id}
-        self._export(TraceSpan("sample", sample, heard.context, begun_s, stored.ended_s, "consumer", names))
-        # what was refused or abandoned was never generated; what is sent again has had these spans already
+        self._export(TraceSpan("sample", sample, heard.context, start_s, stored.ended_s, "consumer", names))
+        # a refused or abandoned sample was never generated; one that is sent again has these spans already
         if (generated := self._generated.pop(one.trajectory_id, None)) is not None:
             spent: dict[str, AttributeValue] = {
                 "streamrl.time_to_first_token_s": max(0.0, generated.first_s - one.started_at)
             }
-            # one after the other: a completion is scored once its last token is there
+            # one after the other: a completion is scored after its last token
             self._child("generate", sample, one, one.started_at, generated.ended_s, _generation(one) | spent)
             self._child("reward", sample, one, generated.ended_s, one.finished_at, _rewards(one))
         sent = messaging_attributes("send", stored.topic, stored.partition, stored.offset, one.group_id)
@@ -207,7 +207,7 @@ def _rewards(one: Trajectory) -> dict[str, AttributeValue]:
 
 
 class TracedEngine:
-    """``producers.generation.engines.port.Engine`` around another one."""
+    """An ``Engine`` (``producers.generation.engines.port``) that traces the one inside."""
 
     def __init__(self, inner: Engine, tracer: WorkerTracer) -> None:
         self.name, self.max_num_seqs = inner.name, inner.max_num_seqs
@@ -226,25 +226,25 @@ class TracedEngine:
         """See the port."""
         deltas = self._inner.generate(request)
         if request.traceparent and (parent := context_of(((TRACEPARENT, request.traceparent.encode()),))) is not None:
-            return self._watched(request, parent, deltas)
-        # tokens of samples outside of all traces, which may be nearly all, cross nothing of ours
-        return self._followed(request.request_id, deltas) if self._tracer.follows(request.request_id) else deltas
+            return self._traced_request(request, parent, deltas)
+        # samples outside of all traces, which may be nearly all, are not wrapped
+        return self._traced_sample(request.request_id, deltas) if self._tracer.follows(request.request_id) else deltas
 
-    async def _followed(self, request_id: str, deltas: AsyncIterator[TokenDelta]) -> AsyncIterator[TokenDelta]:
+    async def _traced_sample(self, request_id: str, deltas: AsyncIterator[TokenDelta]) -> AsyncIterator[TokenDelta]:
         first_s: float | None = None
         try:
             async for delta in deltas:
                 first_s = self._tracer.clock() if first_s is None else first_s
-                # before it is handed on: after the last delta the reader may ask for no more
+                # before the delta is passed on: after the last one the reader may not ask again
                 if delta.finish_reason is not None:
                     self._tracer.generated(request_id, first_s)
                 yield delta
         finally:
-            # a generator that is left early is closed now, not when it is collected: the engine's slot is wanted
+            # closes an abandoned generator now, not when it is garbage-collected, to free the engine's slot
             if (close := getattr(deltas, "aclose", None)) is not None:
                 await close()
 
-    async def _watched(
+    async def _traced_request(
         self, request: GenerationRequest, parent: SpanContext, deltas: AsyncIterator[TokenDelta]
     ) -> AsyncIterator[TokenDelta]:
         served = _Served(self._tracer.clock())

@@ -42,7 +42,7 @@ def test_with_a_port_the_figures_are_served_and_the_coordinator_asks_for_consume
         assert (tmp_path / ".prometheus" / "r-coordinator.json").exists()
 
 
-async def test_measuring_ends_nothing_and_all_of_it_ends_with_the_block() -> None:
+async def test_measuring_never_ends_a_role_and_ends_with_the_block() -> None:
     ended = []
 
     async def faulty(_over: asyncio.Event) -> None:

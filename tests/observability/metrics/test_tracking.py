@@ -104,7 +104,7 @@ async def test_a_step_is_written_once_also_over_restarts(tmp_path: Path, monkeyp
     assert first.is_closed
 
 
-async def test_tracking_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tracking_never_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full, fine, other = Notebook(fails_at=2), Notebook(), Notebook()
     with_notebooks(monkeypatch, wandb=full, trackio=fine, tensorboard=other)
     await finished(tracker(await bus_with((1, 1), (1, 2), (1, 3)), tmp_path, "wandb", "tensorboard", "trackio"))

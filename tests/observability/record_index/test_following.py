@@ -115,7 +115,7 @@ def small_run(groups: int = 3) -> WrittenRun:
     return run
 
 
-async def test_what_was_read_is_not_read_again(tmp_path: Path) -> None:
+async def test_records_are_read_once(tmp_path: Path) -> None:
     run, delivered = small_run(), list[Record]()
 
     class Noted(BusHistory):
@@ -135,7 +135,7 @@ async def test_what_was_read_is_not_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shorter", [True, False])
-async def test_a_topic_made_anew_begins_a_new_index(tmp_path: Path, *, shorter: bool) -> None:
+async def test_a_recreated_topic_starts_a_new_index(tmp_path: Path, *, shorter: bool) -> None:
     with RecordIndex(tmp_path / "records.sqlite") as index:
         await small_run().follower(index).catch_up()
         anew = small_run(1) if shorter else WrittenRun()

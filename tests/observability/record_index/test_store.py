@@ -43,7 +43,7 @@ def test_two_writers_do_not_disturb_each_other(tmp_path: Path) -> None:
         assert one.reading() == {TP: ReadPosition(2)}
 
 
-def test_what_needs_every_step_is_read_once_and_again_when_anybody_has_written(tmp_path: Path) -> None:
+def test_queries_over_all_steps_are_cached_until_any_process_writes(tmp_path: Path) -> None:
     def step(offset: int, lineage: int, number: int) -> Rows:
         kind = StepKind.STEP if number else StepKind.LINEAGE_START
         return Rows(steps=[StepRow(offset, "grpo", kind, lineage, number, number, None, None, 0, False, 0)])
@@ -71,7 +71,7 @@ def test_what_needs_every_step_is_read_once_and_again_when_anybody_has_written(t
 
 
 @pytest.mark.parametrize("content", [b"no database at all, but long enough to be read as one" * 40, b""])
-def test_a_damaged_file_is_begun_anew(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_file_is_rebuilt(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "i.sqlite"
     path.write_bytes(content)
     with RecordIndex(path) as index:

@@ -71,7 +71,7 @@ def test_a_display_speaks_of_the_moment_until_which_the_run_is_known() -> None:
     assert state.known_until(BEGIN + AWAY_S + 1) == BEGIN + AWAY_S + 1
 
 
-def test_it_stays_bounded() -> None:
+def test_the_state_stays_bounded() -> None:
     state = RunState(RUN)
     beat, report = examples()["heartbeat"], examples()["step-report"]
     for index in range(2000):
@@ -91,7 +91,7 @@ def test_it_stays_bounded() -> None:
     }
 
 
-def test_a_resumed_trainer_takes_its_steps_back() -> None:
+def test_repeated_steps_replace_older_ones() -> None:
     state, report = RunState(RUN), examples()["step-report"]
     for lineage, step in ((1, 1), (1, 2), (1, 3), (2, 2)):
         changes = {"step": step, "version": PolicyVersion(lineage, step), "metrics": {"reward": lineage + step / 10}}
@@ -99,7 +99,7 @@ def test_a_resumed_trainer_takes_its_steps_back() -> None:
     state.observe_message(report.replace(step=3, version=PolicyVersion(1, 3), finished=False))
     assert state.learning.curves.columns()["reward"] == [1.1, 2.2]
     assert state.progress.version == PolicyVersion(2, 2)
-    assert "a new trainer goes on" in state.log.events[-1].text
+    assert "a new trainer continues" in state.log.events[-1].text
 
 
 def test_a_step_is_drawn_as_its_phases() -> None:

@@ -58,7 +58,7 @@ def test_the_same_work_has_the_same_ids() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.05, 0.5, 1.0])
-def test_everyone_agrees_on_what_is_sampled(ratio: float) -> None:
+def test_all_processes_agree_on_what_is_sampled(ratio: float) -> None:
     """Also a process that asks OpenTelemetry's own sampler."""
     theirs, ids = TraceIdRatioBased(ratio), [trace_id_of("run", number) for number in range(4000)]
     ours = [is_sampled(each, ratio) for each in ids]

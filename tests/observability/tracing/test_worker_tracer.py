@@ -70,7 +70,7 @@ async def test_a_request_that_was_given_up_has_a_span_that_says_so(
     assert fake.left_early == 1
     (span,) = spans
     assert (span.name, span.parent, span.context.trace_id) == ("generate", SpanContext(7, 9), 7)
-    assert "nobody waited" in span.problem
+    assert "the requester left" in span.problem
     assert span.attributes["streamrl.policy.versions"] == [str(VERSION)]
 
 
