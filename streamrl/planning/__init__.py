@@ -1,1 +1,1 @@
-"""How fast this hardware is, and how many workers and trainers a run needs."""
+"""Measures how fast the hardware is, and plans how many workers and trainers a run needs."""

@@ -1,6 +1,6 @@
-"""Curves through measured points, by least squares of the relative errors with coefficients that are not negative.
+"""Fits curves to measured points: least squares of the relative errors, with nonnegative coefficients.
 
-Pure. Invariants: a_measured_curve_is_found_again; more_work_never_takes_less_time.
+Pure. Invariants: a_known_curve_is_recovered; more_work_never_takes_less_time.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ SHORTEST_S = 1e-9
 
 @dataclass(frozen=True)
 class Fitted:
-    """One measurement beside what the fit says, both in seconds."""
+    """One measurement and its fitted value, both in seconds."""
 
     what: str
     measured_s: float
@@ -26,35 +26,35 @@ class Fitted:
 
     @property
     def error(self) -> float:
-        """Of the fit, as a share of what was measured."""
+        """Error of the fit, as a share of the measured value."""
         return self.fitted_s / self.measured_s - 1 if self.measured_s else 0.0
 
 
 def fit_decode(points: Sequence[DecodePoint]) -> tuple[DecodeSettings, list[Fitted]]:
-    """Table of (batch, seconds) and seconds per token of context, and each point beside them.
+    """The decode curve, a table of (batch, seconds) and seconds per token of context; and each point with its fit.
 
-    The table's rises from batch to batch are the coefficients, so that it cannot fall. The shape comes from medians,
-    which one hiccup leaves alone; the level from means, because a run has its hiccups and what it takes is a sum.
-    Whether padding counts follows from which of the two ways of counting a context explains the points better.
+    The coefficients are the table's increments from batch to batch, so that it never falls. The shape comes from
+    medians, which single pauses do not change. The level comes from means, because a run has such pauses and takes
+    their sum. Padding counts if that way of counting a context explains the points better.
     """
     batches = sorted({point.batch for point in points})
     seconds = np.array([point.seconds for point in points])
-    ways = []
+    candidates = []
     for padding_counts in (False, True):
-        # t(b) = sum of rises up to b, so a point's row has a 1 for each batch up to its own: [points, batches + 1].
-        read = [float(point.padded if padding_counts else point.context) for point in points]
+        # t(b) = sum of increments up to b, so a point's row has a 1 for each batch up to its own: [points, batches+1].
+        contexts = [float(point.padded if padding_counts else point.context) for point in points]
         rows = np.array(
             [
-                [*(float(point.batch >= batch) for batch in batches), own]
-                for point, own in zip(points, read, strict=True)
+                [*(float(point.batch >= batch) for batch in batches), context]
+                for point, context in zip(points, contexts, strict=True)
             ]
         )
         found = nonnegative(rows, seconds)
-        ways.append((float(((rows @ found / seconds - 1) ** 2).sum()), padding_counts, rows, found))
-    _, padding_counts, rows, found = min(ways, key=lambda way: way[:2])
-    # Least squares of relative errors lies below a noisy mean by about its squared coefficient of variation, and a
-    # median below it by the hiccups. One factor for all points brings their fitted sum to the sum of their means: of a
-    # single one's few steps, the mean would be as uncertain as its worst step.
+        candidates.append((float(((rows @ found / seconds - 1) ** 2).sum()), padding_counts, rows, found))
+    _, padding_counts, rows, found = min(candidates, key=lambda candidate: candidate[:2])
+    # The least-squares fit of relative errors is below a noisy mean by about its squared coefficient of variation, and
+    # a median is below the mean by the pauses. So one factor for all points brings their fitted sum to the sum of their
+    # means. A factor for each point would be as uncertain as the point's worst step, since it has only a few steps.
     found = found * (sum(point.mean_s for point in points) / float((rows @ found).sum()))
     levels = np.maximum(np.cumsum(found[:-1]), SHORTEST_S)
     decode = DecodeSettings(
@@ -69,27 +69,28 @@ def fit_decode(points: Sequence[DecodePoint]) -> tuple[DecodeSettings, list[Fitt
 
 
 def fit_prefill(points: Sequence[PrefillPoint]) -> tuple[float, float, list[Fitted]]:
-    """Seconds per prompt, seconds per prompt token, and each point beside them."""
-    # A difference of two measurements may come out as nothing; it has no relative error.
-    told = [point for point in points if point.seconds > 0]
-    rows = np.array([[float(point.prompts), float(point.tokens)] for point in told]).reshape(-1, 2)
-    each, per_token = map(float, nonnegative(rows, np.array([point.seconds for point in told]))) if told else (0.0, 0.0)
+    """Seconds per prompt, seconds per prompt token, and each point with its fit."""
+    # A difference of two measurements may be zero; it has no relative error, so it is left out.
+    usable = [point for point in points if point.seconds > 0]
+    rows = np.array([[float(point.prompts), float(point.tokens)] for point in usable]).reshape(-1, 2)
+    values = np.array([point.seconds for point in usable])
+    per_prompt, per_token = map(float, nonnegative(rows, values)) if usable else (0.0, 0.0)
     return (
-        each,
+        per_prompt,
         per_token,
         [
             Fitted(
                 f"prefill, {point.prompts} prompts, {point.tokens} tokens",
                 point.seconds,
-                each * point.prompts + per_token * point.tokens,
+                per_prompt * point.prompts + per_token * point.tokens,
             )
-            for point in told
+            for point in usable
         ],
     )
 
 
 def fit_training(points: Sequence[StepPoint]) -> tuple[TrainingCosts, list[Fitted]]:
-    """Costs of micro-batches and of the optimizer, and each point beside them."""
+    """Costs of micro-batches and of the optimizer, and each point with its fit."""
     rows = np.array([[point.tokens, point.squares, point.micro_batches, 1.0] for point in points])
     found = nonnegative(rows, np.array([point.seconds for point in points]))
     costs = TrainingCosts(
@@ -119,7 +120,7 @@ def nonnegative(rows: Matrix, values: Matrix) -> Matrix:
     found = np.zeros(rows.shape[1])
     passive = np.zeros(rows.shape[1], dtype=bool)
     for _ in range(30 * rows.shape[1]):
-        # w = A^T (b - A x): where it is above 0, a coefficient that is 0 so far would help if it grew.
+        # w = A^T (b - A x): if an entry is above 0, raising that coefficient from 0 reduces the error.
         slope = weighted.T @ (wanted - weighted @ found)
         if passive.all() or slope[~passive].max() <= 1e-10:
             break
@@ -129,14 +130,14 @@ def nonnegative(rows: Matrix, values: Matrix) -> Matrix:
 
 
 def _feasible(rows: Matrix, values: Matrix, found: Matrix, passive: NDArray[np.bool_]) -> Matrix:
-    """The best coefficients of the passive columns; those that would be negative leave the set on the way there."""
+    """The best coefficients of the passive columns; columns whose coefficient would be negative leave the set."""
     while True:
         best = np.zeros(len(found))
         best[passive] = np.linalg.lstsq(rows[:, passive], values, rcond=None)[0]
         wrong = passive & (best <= 0)
         if not wrong.any():
             return best
-        # alpha = min x / (x - best) over those: as far as one can go with none below 0.
+        # alpha = min x / (x - best) over the wrong ones: the largest step that leaves none below 0.
         step = np.min(found[wrong] / np.maximum(found[wrong] - best[wrong], 1e-300))
         found = found + step * (best - found)
         passive &= found > 1e-14

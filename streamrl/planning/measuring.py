@@ -1,4 +1,4 @@
-"""Seconds from weights in the store to an engine that samples with them, through the real relay and fetcher."""
+"""Measures this hardware: decode steps and prefills, training steps and exports, and weight transfer."""
 
 import asyncio
 import json
@@ -29,15 +29,15 @@ from streamrl.weights.relay.server import Relay
 from streamrl.weights.settings import RelaySettings
 from streamrl.weights.store import WeightStore
 
-# A copy of a model's directory that knows no end-of-sequence token, so that completions have the length they shall.
-# The weights are linked, not copied. Knows no engine.
+# A copy of a model's directory without an end-of-sequence token, so that completions reach the wanted length. The
+# weights are linked, not copied. This part knows no engine.
 
 REWRITTEN = ("config.json", "generation_config.json")
 END = "eos_token_id"
 
 
 def endless_model(model: str, directory: Path) -> Path:
-    """A directory that loads like the model, and never ends a completion by itself.
+    """A directory that loads like the model, and whose model never ends a completion by itself.
 
     Raises:
         ModelError: the model is not on this machine.
@@ -46,7 +46,7 @@ def endless_model(model: str, directory: Path) -> Path:
     directory.mkdir(parents=True)
     for path in source.iterdir():
         if path.is_file() and path.name not in REWRITTEN:
-            # Resolved: a relative target would be looked for beside the link.
+            # Resolved: a relative target would be looked up next to the link.
             (directory / path.name).symlink_to(path.resolve())
     for name in REWRITTEN:
         if (source / name).is_file():
@@ -64,19 +64,19 @@ def _local(model: str) -> Path:
     try:
         return Path(snapshot_download(model, local_files_only=True))
     except (LocalEntryNotFoundError, ValueError) as error:
-        raise ModelError(f"expected a local model (model.path), got {model!r}: download it first") from error
+        raise ModelError(f"expected a local model in model.path, got {model!r}; download it first") from error
 
 
 def _without_end(content: dict[str, Any]) -> dict[str, Any]:
-    # Recursive: a model of several parts has one in the configuration of each.
+    # Recursive: a model of several parts has the token in each part's configuration.
     return {
         name: _without_end(value) if isinstance(value, dict) else None if name == END else value
         for name, value in content.items()
     }
 
 
-# Seconds of decode steps by batch size and context, of prefills, and of taking new weights, on a loaded decoder. The
-# decoder's model must not end completions by itself. Knows no curve.
+# Seconds of decode steps by batch size and context, and of prefills, on a loaded decoder. The decoder's model must not
+# end completions by itself. This part knows no curve.
 
 SHORTEST_PROMPT = 8
 ROUNDS_TO_START = 10_000
@@ -86,10 +86,10 @@ UNEVEN = 1 / 8
 
 @dataclass(frozen=True, slots=True)
 class DecodePoint:
-    """A decode step of ``batch`` completions with ``context`` tokens in all their caches, in seconds.
+    """The time of a decode step of ``batch`` completions with ``context`` tokens in all their caches together.
 
-    ``padded``: tokens in the caches if each were as long as the longest.
-    ``seconds``: the median of the timed steps; ``mean_s``: their mean, pauses of the process and the machine included.
+    ``padded``: tokens in the caches if each were as long as the longest. ``seconds``: the median of the timed steps.
+    ``mean_s``: their mean in seconds, including pauses of the process and the machine.
     """
 
     batch: int
@@ -101,7 +101,7 @@ class DecodePoint:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPoint:
-    """What the admission of ``prompts`` prompts of ``tokens`` tokens in all added to a decode step, in seconds."""
+    """The seconds that admitting ``prompts`` prompts of ``tokens`` tokens in total adds to a decode step."""
 
     prompts: int
     tokens: int
@@ -110,7 +110,7 @@ class PrefillPoint:
 
 @dataclass(frozen=True)
 class DecodeMeter:
-    """``steps``: timed decode steps per point, each timed by itself; ``clock``: in seconds."""
+    """Measures a decoder. ``steps``: decode steps per point, each timed separately; ``clock``: in seconds."""
 
     decoder: Decoder[Any]
     facts: ModelFacts
@@ -120,10 +120,10 @@ class DecodeMeter:
     def steps_at(self, batches: Sequence[int], contexts: Sequence[int]) -> Iterator[DecodePoint]:
         """Points for all batch sizes, with contexts up to each of these lengths.
 
-        In a batch they are as different as a run's: the longest, and others down to an eighth of it. An engine that
-        pads to the longest is measured as it will be used; for others only their sum counts.
+        The contexts in a batch differ as in a run: from the longest down to an eighth of it. So an engine that pads to
+        the longest is measured under real conditions; for others only the sum of the contexts matters.
         """
-        # Steps that do not count: what an engine does once, at its first ones, is no part of any point.
+        # Warm-up steps: one-time work of an engine's first steps must not enter a point.
         self._fill([SHORTEST_PROMPT] * min(batches))
         self._timed()
         self.decoder.clear()
@@ -132,7 +132,7 @@ class DecodeMeter:
                 running = self._fill(uneven(context, batch))
                 before = _cached(running)
                 taken = self._timed()
-                # Caches grow by a token a step each; the median step had about the mean of both ends.
+                # Each cache grows by one token per step; the median step had about the mean of start and end.
                 context_then = (before + _cached(running)) // 2
                 grown = (_cached(running) - before) // 2
                 padded = batch * max(completion.position for completion in running) - grown
@@ -140,25 +140,25 @@ class DecodeMeter:
                 self.decoder.clear()
 
     def prefills_at(self, lengths: Sequence[int], counts: Sequence[int]) -> Iterator[PrefillPoint]:
-        """Points for so many prompts of each length at once, on an otherwise empty decoder."""
+        """Points for each number of prompts of each length at once, on an otherwise empty decoder."""
         for length in lengths:
             for number in counts:
-                # The median: a difference of two measurements errs to both sides, and may come out below zero.
+                # The median, since a difference of two measurements errs in both directions and may be negative.
                 seconds = statistics.median(self._prefill_s(number, length) for _ in range(PREFILLS))
                 yield PrefillPoint(number, number * length, max(0.0, seconds))
 
     def _prefill_s(self, number: int, length: int) -> float:
         running = self._add([length] * number)
-        began = self.clock()
+        started_at = self.clock()
         rounds = self._until_all_run(running)
-        seconds = self.clock() - began
-        # Each round also decoded a token, which is no part of the prefill.
+        seconds = self.clock() - started_at
+        # Each round also decoded a token, which is not part of the prefill.
         seconds -= rounds * statistics.median(self._timed())
         self.decoder.clear()
         return seconds
 
     def longest_context(self) -> int:
-        """The longest prompt after which all timed steps still fit the model."""
+        """Length of the longest prompt that leaves room in the model for all timed steps."""
         return self.facts.max_length - self.steps - 8
 
     def _fill(self, lengths: Sequence[int]) -> list[ActiveCompletion]:
@@ -167,7 +167,7 @@ class DecodeMeter:
         return running
 
     def _add(self, lengths: Sequence[int]) -> list[ActiveCompletion]:
-        # Random tokens: no prompt of a batch shares a prefix with another, which an engine could compute once for both.
+        # Random tokens, so that no two prompts share a prefix, which an engine could compute only once.
         chance = random.Random(sum(lengths))
         running = []
         for index, length in enumerate(lengths):
@@ -183,7 +183,7 @@ class DecodeMeter:
             self.decoder.step()
             if any(completion.finish_reason for completion in running):
                 raise ModelError(
-                    f"expected {len(running)} completions to run at once, got one that ended before all had begun; "
+                    f"expected {len(running)} completions to run at once, got one that ended before all had started; "
                     "lower generation.max_num_seqs, or give the key-value cache more memory"
                 )
             if all(completion.generated for completion in running):
@@ -191,13 +191,13 @@ class DecodeMeter:
         raise ModelError(f"expected {len(running)} completions to start, got none after {ROUNDS_TO_START} steps")
 
     def _timed(self) -> list[float]:
-        """Seconds of each timed step, after one that does not count."""
+        """Seconds of each timed step, after one warm-up step."""
         self.decoder.step()
         seconds = []
         for _ in range(self.steps):
-            began = self.clock()
+            started_at = self.clock()
             self.decoder.step()
-            seconds.append(self.clock() - began)
+            seconds.append(self.clock() - started_at)
         return seconds
 
 
@@ -206,20 +206,23 @@ def _cached(running: Sequence[ActiveCompletion]) -> int:
 
 
 def uneven(longest: int, number: int) -> list[int]:
-    """So many lengths, from the longest down to an eighth of it, each the same share of the one before."""
+    """``number`` lengths from the longest down to an eighth of it, each the same share of the one before."""
     share = UNEVEN ** (1 / max(1, number - 1))
     return [max(1, round(longest * share**index)) for index in range(number)]
 
 
-# Seconds of micro-batches, optimizer steps and exports on the real policy, with made-up samples. Knows no topics; the
-# policy computes where a trainer's would, in one thread.
+# Seconds of micro-batches, optimizer steps and exports on the real policy, with made-up samples. This part knows no
+# topics; the policy computes in one thread, as in a trainer.
 
 LARGEST_ID = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
 class StepPoint:
-    """An optimizer step over ``micro_batches`` micro-batches: their tokens and squared lengths, in seconds."""
+    """The seconds of an optimizer step over ``micro_batches`` micro-batches.
+
+    ``tokens``: in all of them; ``squares``: sum of the squared sequence lengths.
+    """
 
     micro_batches: int
     tokens: int
@@ -229,20 +232,20 @@ class StepPoint:
 
 @dataclass(frozen=True)
 class TrainMeter:
-    """``repeats``: steps per point, of which the fastest counts: other processes only ever add to one."""
+    """Measures training. ``repeats``: steps per point; the fastest counts, since other processes only slow a step."""
 
     policy: Policy
     compute: Compute
     repeats: int
 
     async def steps_at(self, lengths: Sequence[int], budget: int) -> "Sequence[StepPoint]":
-        """Points for sequences of these lengths: one row, half a budget and a whole one, in one or three passes."""
+        """Points for sequences of these lengths: one row, half a budget and a whole budget, in one or three passes."""
         points = []
-        # A first step makes the optimizer's state, and is not counted.
+        # A first step creates the optimizer's state, and is not counted.
         await self._step(synthetic(1, min(lengths), self.policy.limits.vocabulary), 1)
         for rows, length in _shapes(lengths, budget):
             batch = synthetic(rows, length, self.policy.limits.vocabulary)
-            # Two numbers of passes tell the cost of a micro-batch from that of the optimizer, which comes once a step.
+            # Two numbers of passes separate the cost of a micro-batch from the optimizer's, which comes once per step.
             for passes in (1, 3):
                 seconds = min([await self._step(batch, passes) for _ in range(self.repeats)])
                 tokens = passes * rows * length
@@ -250,21 +253,21 @@ class TrainMeter:
         return points
 
     async def export(self, version: PolicyVersion) -> tuple[str, float]:
-        """Put weights into the store: the sha256 of their manifest, and the seconds it took."""
+        """Export weights to the store; returns the sha256 of their manifest, and the seconds it took."""
         await self._step(synthetic(1, 8, self.policy.limits.vocabulary), 1)
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         snapshot = await self.compute(self.policy.snapshot)
         sha256 = await self.compute(snapshot.export, version, time.time())
-        return sha256, time.perf_counter() - began
+        return sha256, time.perf_counter() - started_at
 
     async def _step(self, batch: MicroBatch, passes: int) -> float:
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         for _ in range(passes):
             await self.compute(self.policy.accumulate, batch)
         outcome = await self.compute(self.policy.finish_step, 1.0)
         if not outcome.applied:
             raise StreamRLError(f"expected an optimizer step on made-up samples, got: {outcome.problem}")
-        return time.perf_counter() - began
+        return time.perf_counter() - started_at
 
 
 def _shapes(lengths: Sequence[int], budget: int) -> Iterator[tuple[int, int]]:
@@ -276,7 +279,7 @@ def synthetic(rows: int, length: int, vocabulary: int) -> MicroBatch:
     """A micro-batch without padding: random tokens, half of them completion, advantages of both signs."""
     chance = np.random.default_rng(length * 4099 + rows)
     mask = np.zeros((rows, length), dtype=np.float32)
-    mask[:, max(1, length // 2) :] = 1.0  # [rows, length]; the first token has nothing before it that predicts it
+    mask[:, max(1, length // 2) :] = 1.0  # [rows, length]; the first token is never predicted
     return MicroBatch(
         input_ids=chance.integers(0, min(vocabulary, LARGEST_ID), (rows, length), dtype=np.int64),
         loss_mask=mask,
@@ -288,12 +291,14 @@ def synthetic(rows: int, length: int, vocabulary: int) -> MicroBatch:
     )
 
 
+# Seconds from weights in the store to an engine that samples with them, through the real relay and fetcher.
+
 STARTING_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPoint:
-    """Fetching, checking and reading in seconds; ``adopt_s``: what stalls the decoder."""
+    """Seconds of a weight transfer. ``fetch_s``: with checking; ``adopt_s``: during which the decoder stalls."""
 
     fetch_s: float
     read_s: float
@@ -301,25 +306,25 @@ class TransferPoint:
 
     @property
     def total_s(self) -> float:
-        """From store to sampling."""
+        """Seconds from store to sampling."""
         return self.fetch_s + self.read_s + self.adopt_s
 
 
 async def transferred(ready: WeightsReady, cache: Path, decoder: Decoder[Any]) -> TransferPoint:
-    """Bring one announced version into a decoder that runs nothing."""
-    began = time.perf_counter()
+    """Transfer one announced version into an idle decoder, and measure it."""
+    started_at = time.perf_counter()
     directory = await WeightsFetcher(cache).fetch(ready)
-    fetched = time.perf_counter()
+    fetched_at = time.perf_counter()
     weights = decoder.read_weights(directory)
-    read = time.perf_counter()
-    # In a thread, as workers do: vLLM's waits in an event loop of its own.
+    read_at = time.perf_counter()
+    # In a thread, as in workers: vLLM's decoder waits in its own event loop.
     await in_thread(decoder.adopt, weights)
-    return TransferPoint(fetched - began, read - fetched, time.perf_counter() - read)
+    return TransferPoint(fetched_at - started_at, read_at - fetched_at, time.perf_counter() - read_at)
 
 
 @asynccontextmanager
 async def relay_of(store: Path) -> AsyncIterator[str]:
-    """The address of a relay over a weights store, on the loopback interface."""
+    """Run a relay over a weights store during the block; gives its address on the loopback interface."""
     (port,) = free_ports(1)
     settings, stop = RelaySettings(port=port), asyncio.Event()
     serving = asyncio.create_task(Relay(WeightStore(store), settings).run(stop))

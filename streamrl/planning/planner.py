@@ -1,7 +1,7 @@
-"""Which devices generate, which train, and with which settings: choices made by simulation, and shown as text.
+"""`streamrl plan`: chooses which devices generate, which train, and with which settings; shows the choice as text.
 
-Output lengths may come from a recorded run. Allocation and settings follow from stage times in closed form; what they
-deliver comes from simulations of the real roles (``prediction``).
+Output lengths may come from a recorded run. Allocation and settings follow from stage times in closed form; their
+performance comes from simulations of the real roles (``prediction``).
 """
 
 import multiprocessing
@@ -27,15 +27,15 @@ from streamrl.schemas.errors import DataError
 from streamrl.schemas.profiles import DeviceProfile, TrainingCosts
 from streamrl.settings.tree import Settings
 
-# Output lengths of a run that was recorded, to expect again.
+# Output lengths of a recorded run, expected again.
 
 
 def recorded_lengths(place: Path | None) -> Sequence[int]:
-    """Tokens of each completion of a run or export; none if no place is named.
+    """Tokens of each completion of a run or export; empty if ``place`` is None.
 
     Raises:
-        UserError: it is neither, or nothing has the run's topics.
-        DataError: it holds no completion.
+        UserError: ``place`` is neither a run nor an export, or the run's topics cannot be found.
+        DataError: it has no completions.
     """
     if place is None:
         return ()
@@ -45,18 +45,19 @@ def recorded_lengths(place: Path | None) -> Sequence[int]:
     return lengths
 
 
-# How many devices generate and how many train (StreamRL, 2025, algorithm 1). Pure; stage times are functions, in s.
+# How many devices generate and how many train (StreamRL, 2025, algorithm 1). Pure; stage times are functions, in
+# seconds.
 # Invariant: no_split_within_the_budget_is_faster.
 
 StageSeconds = Callable[[int], float]
-"""Best seconds of a stage for one step on so many devices; never longer on more of them."""
+"""Gives the best seconds of a stage for one step on a number of devices; more devices never take longer."""
 Composed = Callable[[float, float], float]
-"""Seconds of a step from those of its generation and of its training."""
+"""Gives the seconds of a step from the seconds of its generation and of its training."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Devices of the two stages, their own times and that of a step, in seconds."""
+    """The number of devices of each stage, and the seconds of each stage and of a step."""
 
     workers: int
     trainers: int
@@ -73,15 +74,15 @@ def one_site(
     candidates: int = 1,
     most_trainers: int | None = None,
 ) -> list[Split]:
-    """The fastest splits of up to so many like devices, the fastest first; among equals, the one with fewest devices.
+    """The fastest splits of up to ``devices`` equal devices, the fastest first; among equals, those with fewer devices.
 
-    Devices that make a step no faster, or that no trainer could use, are left over.
+    Devices that do not make a step faster, or that no trainer can use, stay unused.
     """
     found: list[Split] = []
     for workers in range(1, devices):
         for trainers in range(1, min(devices - workers, most_trainers or devices) + 1):
-            # In no mode is a step shorter than its training: who trains longer than the worst step kept is out, before
-            # the dearer estimate, for which batches are sampled in emulation.
+            # In every mode a step takes at least as long as its training. So a split whose training exceeds the worst
+            # step kept is dropped before the expensive estimate, which samples batches in emulation.
             bound = found[-1].step_s if len(found) >= candidates else float("inf")
             training = train_s(trainers)
             if training > bound:
@@ -95,9 +96,12 @@ def one_site(
 def two_sites(
     workers: int, trainers: int, generate_s: StageSeconds, train_s: StageSeconds, composed: Composed
 ) -> Split:
-    """Of devices that only generate and others that only train: the faster stage gives back what it does not need."""
+    """A split of devices that can only generate and others that can only train.
+
+    The faster stage gets only as many devices as it needs.
+    """
     generating, training = generate_s(workers), train_s(trainers)
-    # So many that both take as long, as nearly as whole devices can; ties go to fewer of them.
+    # As many devices as make both stages take nearly the same time; ties go to fewer devices.
     if generating < training:
         workers = min(range(1, workers + 1), key=lambda number: (abs(generate_s(number) - training), number))
     else:
@@ -110,18 +114,18 @@ def _rank(split: Split) -> tuple[float, int]:
     return split.step_s, split.workers + split.trainers
 
 
-# Settings that follow from measured times: which mode composes a step how, and how large micro-batches pay. Pure.
+# Settings that follow from measured times: the duration of a step in each mode, and the size of micro-batches. Pure.
 
 Mode = Literal["synchronous", "stream", "one_step_async", "trajectory_async"]
 MODES: tuple[Mode, ...] = ("synchronous", "stream", "one_step_async", "trajectory_async")
 OVERHEAD = 0.02
-"""Share of a micro-batch's time that may go into launching it."""
+"""Largest share of a micro-batch's time for launching it."""
 
 
 def composed(mode: Mode, hand_over_s: float) -> Composed:
-    """Seconds of a step; ``hand_over_s``: from its end until workers sample with its weights.
+    """A mode's function for the seconds of a step. ``hand_over_s``: from its end until workers sample with its weights.
 
-    Only asynchronous modes hide the shorter stage and the hand-over; stream hides the shorter stage at best.
+    Only asynchronous modes hide both the shorter stage and the hand-over; stream hides at best the shorter stage.
     """
     match mode:
         case "synchronous":
@@ -133,37 +137,37 @@ def composed(mode: Mode, hand_over_s: float) -> Composed:
 
 
 def token_budget(costs: TrainingCosts, longest: int, configured: int) -> int:
-    """The smallest power of two of tokens that holds the longest sequence and hides a micro-batch's own cost.
+    """The smallest power of two of tokens that fits the longest sequence and hides a micro-batch's launch cost.
 
-    What is configured stays where a micro-batch costs nothing by itself.
+    If a micro-batch has no launch cost, ``configured`` stays.
     """
     if not costs.forward_backward_s_per_micro_batch or not costs.forward_backward_s_per_token:
         return configured
     launch = costs.forward_backward_s_per_micro_batch / costs.forward_backward_s_per_token
-    # launch / (launch + tokens) = OVERHEAD, solved for tokens; ``launch``: tokens that could be computed meanwhile.
+    # launch / (launch + tokens) = OVERHEAD, solved for tokens; ``launch``: tokens that take as long as the launch.
     wanted = max(float(longest), launch * (1 - OVERHEAD) / OVERHEAD)
     return 1 << max(0, (int(wanted) - 1).bit_length())  # 2 ** ceil(log2(wanted)), in whole numbers
 
 
-# `streamrl plan`: which devices generate, which train, with which settings, and what that delivers. Runs nothing.
-# Splits are ranked by estimates of their stages; the best are simulated whole, and their settings varied.
+# The search: splits are ranked by estimates of their stages; the best ones are simulated, and their settings varied. It
+# starts no run.
 
 STEPS = 6
-"""Simulated after those that fill the pipeline."""
+"""Number of simulated steps after those that fill the pipeline."""
 CANDIDATES = 3
 WORTH = 0.02
 """A gain in throughput below this share is not worth more staleness or fewer slots."""
 MOST_TRAJECTORIES = 256
-"""In a step of a simulation, which then takes seconds. Of a larger pipeline a like part is simulated: fewer workers,
-with their share of the groups and of the training. The whole's rates are extrapolated from it; the part meets very long
-completions less often, which flatters modes that wait for the last completion of a batch."""
+"""Most trajectories in a simulated step, so that a simulation takes seconds. A larger pipeline is simulated in part:
+fewer workers, with their share of the groups and of the training. The rates are extrapolated to the whole. The part has
+very long completions less often, which favours modes that wait for the last completion of a batch."""
 SECONDS_AN_HOUR = 3600.0
-BITS = 8e9  # of a gigabyte
+BITS = 8e9  # bits of a gigabyte
 
 
 @dataclass(frozen=True)
 class Site:
-    """Devices of one type at one place: how many, what was measured of one, what one costs an hour."""
+    """Devices of one type at one place: their number, the profile of one, and the price of one per hour."""
 
     devices: int
     profile: DeviceProfile | None = None
@@ -171,14 +175,15 @@ class Site:
 
 
 TRAINER_DEVICES = 64
-"""That `streamrl trainer` can train one model on (``training.ranks``)."""
+"""Most devices on which `streamrl trainer` can train one model (``training.ranks``)."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """``training``: None where trainers are of the same devices. ``weights_gb`` cross the link at each step.
+    """What to plan for. ``training``: None if trainers use the same devices as generation.
 
-    ``most_trainers``: devices that training can be divided among; None: any number, as in a study.
+    ``weights_gb``: gigabytes that cross the link at each step. ``most_trainers``: most devices that can share the
+    training; None: any number, as in a study.
     """
 
     settings: Settings
@@ -192,9 +197,9 @@ class Demand:
 
 @dataclass(frozen=True)
 class Choice:
-    """A mode with its best split and settings; ``cost``: of a million trajectories, in the unit of the prices.
+    """A mode with its best split and settings. ``cost``: of a million trajectories, in the unit of the prices.
 
-    ``simulated_share``: of the pipeline, in the simulation that the prediction is extrapolated from.
+    ``simulated_share``: share of the pipeline that was simulated; the prediction is extrapolated from it.
     """
 
     mode: Mode
@@ -209,14 +214,14 @@ class Choice:
 
 @dataclass
 class Planner:
-    """One demand, worked through mode by mode, one process for each."""
+    """Plans for one demand, with one process per mode."""
 
     demand: Demand
 
     def choices(
         self, modes: Sequence[Mode] = MODES, progress: Callable[[str], None] = lambda line: None
     ) -> list[Choice]:
-        """The best of each mode.
+        """The best choice for each mode.
 
         Raises:
             DataError: prompts or lengths cannot be read.
@@ -227,33 +232,33 @@ class Planner:
             demand = replace(self.demand, settings=settings)
             if len(modes) == 1:
                 return [ModeSearch.of(demand, modes[0]).best()]
-            # Processes, not threads: a simulation is pure Python on one core, and the modes know nothing of each other.
+            # Processes, not threads: a simulation is pure Python on one core, and the modes are independent.
             with ProcessPoolExecutor(min(len(modes), os.cpu_count() or 1), initializer=_leave_signals) as pool:
                 try:
                     return list(pool.map(_best, [demand] * len(modes), modes))
                 except BaseException:
-                    # Or leaving the block would wait for simulations whose results are dropped.
+                    # Otherwise leaving the block would wait for simulations whose results are not needed.
                     for child in multiprocessing.active_children():
                         child.terminate()
                     raise
 
 
 def _leave_signals() -> None:
-    """In a process of the pool: Ctrl-C, which a terminal sends to all, and the rest are for the command."""
+    """Prepare a process of the pool: it ignores Ctrl-C, which the command handles; other signals end it at once."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     die_with_parent()
 
 
-# At the module's level, so that it can be pickled for another process.
+# At module level, so that it can be pickled for another process.
 def _best(demand: Demand, mode: Mode) -> Choice:
     return ModeSearch.of(demand, mode).best()
 
 
 @contextmanager
 def expecting(settings: Settings, recorded: Sequence[int]) -> Iterator[Settings]:
-    """The settings with recorded lengths, if there are any, in a file that emulated ones are drawn from."""
+    """The settings for this block, with emulated lengths drawn from the recorded ones, if there are any."""
     if not recorded:
         yield settings
         return
@@ -270,7 +275,7 @@ def expecting(settings: Settings, recorded: Sequence[int]) -> Iterator[Settings]
 
 
 def measured_settings(settings: Settings, generation: DeviceProfile | None, training: DeviceProfile | None) -> Settings:
-    """The settings with what was measured in place of what emulation assumes."""
+    """The settings with measured costs in place of emulated ones."""
     emulation: dict[str, object] = {}
     if generation is not None:
         emulation["decode"] = generation.decode
@@ -281,7 +286,7 @@ def measured_settings(settings: Settings, generation: DeviceProfile | None, trai
 
 @dataclass
 class ModeSearch:
-    """The search for the best split and settings in one mode. ``settings``: with what was measured."""
+    """The search for the best split and settings in one mode. ``settings``: with measured costs."""
 
     demand: Demand
     mode: Mode
@@ -290,7 +295,7 @@ class ModeSearch:
 
     @classmethod
     def of(cls, demand: Demand, mode: Mode) -> "ModeSearch":
-        """The demand's settings, in this mode, with what was measured, and micro-batches of the size that pays."""
+        """The search for a mode, with measured costs, and with micro-batches of a good size."""
         settings = _with(demand.settings, "loop", mode=mode)
         trainer = demand.training or demand.generation
         settings = measured_settings(settings, demand.generation.profile, trainer.profile)
@@ -300,15 +305,15 @@ class ModeSearch:
         return cls(demand, mode, settings, CachedPrompts(open_source(settings.data, run_seed=settings.run.seed)))
 
     def best(self) -> Choice:
-        """The split that delivers most, with the fewest slots and the least staleness that do not cost throughput."""
+        """The split with the highest throughput, and the fewest slots and least staleness that keep this throughput."""
         settings = self.settings
         split, prediction = max(
-            ((split, self._simulated(settings, split)) for split in self._splits()),
+            ((split, self._simulate(settings, split)) for split in self._splits()),
             key=lambda pair: pair[1].trajectories_per_s,
         )
-        # Slots first, so that staleness bounds are tried with as many slots as there will be.
-        settings, prediction = self._fewer_slots(settings, split, prediction)
-        settings, prediction = self._fresher(settings, split, prediction)
+        # Slots first, so that staleness bounds are tried with the final number of slots.
+        settings, prediction = self._reduce_slots(settings, split, prediction)
+        settings, prediction = self._reduce_staleness(settings, split, prediction)
         return Choice(
             mode=self.mode,
             split=split,
@@ -324,47 +329,47 @@ class ModeSearch:
         stages = StageEstimate(self.settings, self.source, STEPS)
         hand_over_s = LOCAL_RUN.fetch_s * time_scale(self.settings) + self._transfer_s
         at_site = composed(self.mode, hand_over_s + self.settings.emulation.decode.adopt_s)
-        # Cached, since a number of workers comes up in the splits with each number of trainers.
+        # Cached, since each number of workers is combined with each number of trainers.
         generate_s, train_s, demand = cache(stages.generation_s), cache(stages.training_s), self.demand
         if demand.training is not None:
             trainers = min(demand.training.devices, demand.most_trainers or demand.training.devices)
             return [two_sites(demand.generation.devices, trainers, generate_s, train_s, at_site)]
         return one_site(demand.generation.devices, generate_s, train_s, at_site, CANDIDATES, demand.most_trainers)
 
-    def _fewer_slots(self, settings: Settings, split: Split, best: Prediction) -> tuple[Settings, Prediction]:
-        """Fewer completions at once, if that is faster: it may be where a step waits for its longest one."""
+    def _reduce_slots(self, settings: Settings, split: Split, best: Prediction) -> tuple[Settings, Prediction]:
+        """Use fewer slots if that is faster, as it may be if a step waits for its longest completion."""
         slots = settings.generation.max_num_seqs
         while slots > 1:
             slots //= 2
             fewer = _with(settings, "generation", max_num_seqs=slots)
-            prediction = self._simulated(fewer, split)
+            prediction = self._simulate(fewer, split)
             if prediction.trajectories_per_s < best.trajectories_per_s * (1 + WORTH):
                 break
             settings, best = fewer, prediction
         return settings, best
 
-    def _fresher(self, settings: Settings, split: Split, best: Prediction) -> tuple[Settings, Prediction]:
-        """The smallest staleness bound that costs next to no throughput."""
+    def _reduce_staleness(self, settings: Settings, split: Split, best: Prediction) -> tuple[Settings, Prediction]:
+        """Use the smallest staleness bound that costs next to no throughput."""
         if settings.loop.mode != "trajectory_async":
             return settings, best
         for bound in range(1, settings.loop.max_staleness):
             fresher = _with(settings, "loop", max_staleness=bound)
-            prediction = self._simulated(fresher, split)
+            prediction = self._simulate(fresher, split)
             if prediction.trajectories_per_s >= best.trajectories_per_s * (1 - WORTH):
                 return fresher, prediction
         return settings, best
 
-    def _simulated(self, settings: Settings, split: Split) -> Prediction:
-        """Of a like part of the pipeline, extrapolated to the whole."""
+    def _simulate(self, settings: Settings, split: Split) -> Prediction:
+        """The prediction from a proportional part of the pipeline, extrapolated to the whole."""
         workers, groups = self._simulated_workers(split), settings.loop.groups_per_step
         part = _with(settings, "run", workers=workers)
         part = _with(part, "loop", groups_per_step=max(1, round(groups * workers / split.workers)))
-        # Fewer groups with as many devices to train them would be trained sooner.
+        # The trainer's devices shrink in proportion too: otherwise fewer groups would be trained too fast.
         share = part.loop.groups_per_step / groups
         prediction = simulate(
             part,
             self.source,
-            steps=STEPS + settings.loop.staleness_bound,  # a deeper pipeline takes as many more steps to fill
+            steps=STEPS + settings.loop.staleness_bound,  # the pipeline takes so many more steps to fill
             transfer_s=self._transfer_s,
             training_devices=split.trainers * share,
         )
@@ -381,7 +386,7 @@ class ModeSearch:
 
     @property
     def _transfer_s(self) -> float:
-        """Weights are on their way for as long as was measured, or as the link between the sites takes."""
+        """Seconds of a weight transfer: the measured time, plus the time on the link between the sites."""
         demand = self.demand
         seconds = demand.generation.profile.weight_transfer_s if demand.generation.profile else 0.0
         if demand.link_gbps:
@@ -391,14 +396,14 @@ class ModeSearch:
     def _cost(self, split: Split, prediction: Prediction) -> float:
         generation, training = self.demand.generation, self.demand.training or self.demand.generation
         hourly = split.workers * generation.price + split.trainers * training.price
-        # Seconds for a million trajectories, times the price of a second of all devices.
+        # Seconds for a million trajectories, times the price of all devices per second.
         return 1e6 / prediction.trajectories_per_s * hourly / SECONDS_AN_HOUR
 
 
 def best_of(choices: Sequence[Choice]) -> Choice:
-    """The one with the least staleness among those that deliver next to the most."""
+    """The choice with the least staleness among those with nearly the highest throughput."""
     most = max(choice.prediction.trajectories_per_s for choice in choices)
-    # Twice ``WORTH``: each choice may already have given up that share for less staleness within its own mode.
+    # Twice ``WORTH``: each choice may already have given up ``WORTH`` for less staleness within its own mode.
     return min(
         (choice for choice in choices if choice.prediction.trajectories_per_s >= most * (1 - 2 * WORTH)),
         key=lambda choice: choice.max_staleness,
@@ -416,7 +421,7 @@ HEAD = (
 
 
 def lines(demand: Demand, choices: Sequence[Choice]) -> Iterator[str]:
-    """What the terminal shows."""
+    """The lines for the terminal."""
     yield from _sites(demand)
     yield HEAD
     for choice in choices:
@@ -426,12 +431,12 @@ def lines(demand: Demand, choices: Sequence[Choice]) -> Iterator[str]:
 
 def _sites(demand: Demand) -> Iterator[str]:
     generation, training = demand.generation, demand.training
-    named = generation.profile.device if generation.profile else "as configured"
-    yield f"{generation.devices} devices ({named})" + (" that generate" if training else "")
+    device = generation.profile.device if generation.profile else "as configured"
+    yield f"{generation.devices} devices ({device})" + (" that generate" if training else "")
     if training is not None:
-        named = training.profile.device if training.profile else "as configured"
+        device = training.profile.device if training.profile else "as configured"
         link = f", {demand.link_gbps:g} Gbit/s between them" if demand.link_gbps else ""
-        yield f"{training.devices} devices ({named}) that train{link}"
+        yield f"{training.devices} devices ({device}) that train{link}"
 
 
 def _row(choice: Choice) -> str:
@@ -447,8 +452,8 @@ def _row(choice: Choice) -> str:
 
 def _advice(demand: Demand, choice: Choice) -> Iterator[str]:
     yield ""
-    yield f"# of what delivers within {2 * WORTH:.0%} of the most, what has the least staleness"
-    yield "# (cost/M: of a million trajectories, in the currency of --price)"
+    yield f"# the choice with the least staleness within {2 * WORTH:.0%} of the highest throughput"
+    yield "# (cost/M: cost of a million trajectories, in the currency of --price)"
     yield f"[run]\nworkers = {choice.split.workers}"
     yield f'[loop]\nmode = "{choice.mode}"'
     if choice.mode == "trajectory_async":

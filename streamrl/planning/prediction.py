@@ -1,6 +1,6 @@
-"""What a configuration will deliver: its pipeline simulated for some steps, summed up; and estimates of its stages.
+"""Predicts what a configuration delivers: simulates its pipeline for some steps; also estimates its stages.
 
-Rates and times are in emulated seconds, which are those of the wall clock where a real model samples.
+Rates and times are in emulated seconds, which equal wall-clock seconds if a real model samples.
 """
 
 import math
@@ -36,20 +36,21 @@ LOCAL_RUN = Latencies(
 )
 """Wall-clock seconds between the processes of a run on one machine."""
 LONGEST_STEP_S = 10.0
-"""Virtual seconds of a step, about: each costs a heartbeat and several polls of every worker. A run whose steps last
-longer is simulated at a faster pace, in which heartbeats are rarer and time-outs longer than they will be."""
+"""About the most virtual seconds of a step: each costs a heartbeat and several polls of every worker. A run with longer
+steps is simulated at a faster pace, with rarer heartbeats and longer time-outs than in reality."""
 
 LONGEST_BATCH_S = 1e9
-"""Above what any batch takes, in emulated seconds; a batch is advanced to a finite moment."""
+"""More emulated seconds than any batch takes: a batch must be advanced to a finite time."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Emulated seconds throughout; rates are of what was trained, after ``warm_up`` steps.
+    """The predicted performance, in emulated seconds. Rates count trained trajectories, after ``warm_up`` steps.
 
-    ``step_ends``: when each step's weights were in the store; ``slots_busy``: mean share of all slots that decode;
-    ``workers_idle``: share of the workers' time with nothing to decode; ``trainer_busy``: of its time, at work;
-    ``wait_for_batch_s``: of the trainer, mean per step; ``max_staleness``: oldest trained token, in steps.
+    ``step_ends``: when each step's weights were in the store. ``slots_busy``: mean share of all slots that decode.
+    ``workers_idle``: share of the workers' time without anything to decode. ``trainer_busy``: share of the trainer's
+    time at work. ``wait_for_batch_s``: mean seconds per step that the trainer waits. ``max_staleness``: age of the
+    oldest trained token, in steps.
     """
 
     trajectories_per_s: float
@@ -65,13 +66,13 @@ class Prediction:
 
     @property
     def steps(self) -> int:
-        """How many were simulated."""
+        """Number of simulated steps."""
         return len(self.step_ends)
 
 
 @dataclass
 class CachedPrompts:
-    """A ``PromptSource`` that makes each prompt once, however many simulations use it."""
+    """A ``PromptSource`` that makes each prompt only once for all simulations."""
 
     source: PromptSource
     _drawn: dict[int, tuple[Prompt, int]] = field(default_factory=dict)
@@ -87,27 +88,27 @@ def predict(settings: Settings, *, steps: int | None = None) -> Prediction:
     """Simulate some optimizer steps of a run with these settings.
 
     Raises:
-        DataError: its prompts or lengths cannot be read.
+        DataError: the run's prompts or lengths cannot be read.
     """
-    taken = steps or min(settings.training.max_steps, DEFAULT_STEPS)
-    return simulate(settings, CachedPrompts(open_source(settings.data, run_seed=settings.run.seed)), steps=taken)
+    number = steps or min(settings.training.max_steps, DEFAULT_STEPS)
+    return simulate(settings, CachedPrompts(open_source(settings.data, run_seed=settings.run.seed)), steps=number)
 
 
 def time_scale(settings: Settings) -> float:
-    """Emulated seconds in one of the wall clock: 1 where a real model samples."""
+    """Emulated seconds per wall-clock second: 1 if a real model samples."""
     return settings.emulation.time_scale if settings.generation.engine == "emulated" else 1.0
 
 
 def simulate(
     settings: Settings, source: PromptSource, *, steps: int, transfer_s: float = 0.0, training_devices: float = 1
 ) -> Prediction:
-    """Simulate so many steps and sum up. ``transfer_s``: emulated seconds of weights on their way to the workers."""
+    """Simulate ``steps`` steps and sum up. ``transfer_s``: emulated seconds of a weight transfer to the workers."""
     scale = time_scale(settings)
     stages = StageEstimate(settings, source, 1)
     step_s = max(stages.generation_s(settings.run.workers), stages.training_s(training_devices))
-    # ``pace``: emulated seconds in a virtual one, so that a step lasts at most about ``LONGEST_STEP_S`` virtual ones.
+    # ``pace``: emulated seconds per virtual second, so that a step lasts at most about ``LONGEST_STEP_S`` virtual ones.
     pace = max(scale, step_s / LONGEST_STEP_S)
-    # Wall-clock seconds * scale = emulated ones, / pace = virtual ones; a transfer is given in emulated ones already.
+    # Wall-clock seconds * scale = emulated ones, / pace = virtual ones; the transfer is in emulated seconds already.
     latencies = LOCAL_RUN.times(scale / pace)
     paced = settings.model_copy(
         update={
@@ -122,12 +123,12 @@ def simulate(
 
 
 def summed_up(run: SimulatedRun, settings: Settings) -> Prediction:
-    """Figures of the steps after the first ones, which find the slots empty and nothing generated ahead."""
+    """The prediction from a simulated run, without its first steps, which start with empty slots and no samples."""
     scale, loop = settings.emulation.time_scale, settings.loop
     start, *steps = run.steps
-    # With a staleness bound of k the first k + 1 batches go out at once. Of a short run half the steps are counted.
+    # With a staleness bound of k the first k + 1 batches go out at once. In a short run half the steps count.
     warm_up = min(1 + loop.staleness_bound, len(steps) // 2)
-    # ``run.steps`` has step 0 in front: ``before`` is the mark at which the first counted step begins.
+    # ``run.steps`` starts with step 0: ``before`` is the mark at which the first counted step starts.
     counted, before, last = steps[warm_up:], run.steps[warm_up], steps[-1]
     seconds = (last.report.sent_at - before.report.sent_at) * scale
     groups = [group for step in counted for group in step.report.group_ids]
@@ -139,7 +140,7 @@ def summed_up(run: SimulatedRun, settings: Settings) -> Prediction:
         step_s=seconds / len(counted),
         warm_up=warm_up,
         step_ends=tuple((step.report.sent_at - start.report.sent_at) * scale for step in steps),
-        # Busy slot-seconds over all of them: workers * slots * seconds.
+        # Busy slot-seconds divided by all slot-seconds: workers * slots * seconds.
         slots_busy=(last.slot_s - before.slot_s) * scale / (worker_s * settings.generation.max_num_seqs),
         workers_idle=(last.idle_s - before.idle_s) * scale / worker_s,
         trainer_busy=training_s / seconds,
@@ -150,9 +151,9 @@ def summed_up(run: SimulatedRun, settings: Settings) -> Prediction:
 
 @dataclass
 class StageEstimate:
-    """Each stage's own seconds for a step, were the other one to take no time: to choose what to simulate.
+    """Estimates each stage's seconds per step as if the other took no time, to choose what to simulate.
 
-    From the lengths of ``steps`` steps' groups, and from decode curve and training costs alone.
+    It uses the lengths of ``steps`` steps' groups, the decode curve and the training costs, and nothing else.
     """
 
     settings: Settings
@@ -161,7 +162,7 @@ class StageEstimate:
 
     @cached_property
     def sequences(self) -> list[list[tuple[int, int]]]:
-        """(prompt tokens, completion tokens) of all samples, by step."""
+        """The (prompt tokens, completion tokens) of all samples, by step."""
         loop = self.settings.loop
         samples = [self._samples(position) for position in range(self.steps * loop.groups_per_step)]
         at = [step * loop.groups_per_step for step in range(self.steps + 1)]
@@ -176,12 +177,12 @@ class StageEstimate:
         return [(prompt_tokens, min(length, loop.max_completion_length)) for length in completions]
 
     def training_s(self, devices: float) -> float:
-        """Seconds of a step's training, the mean of the steps; ``devices`` share its micro-batches."""
-        # As if micro-batches could be shared evenly: for the choice of what to simulate, which deals them by rows.
+        """Mean seconds of a step's training, with its micro-batches shared by ``devices``."""
+        # As if micro-batches could be shared evenly; the simulation deals them by rows.
         costs = shared_costs(self.settings.emulation.training, devices)
         lengths = [sum(sequence) for step in self.sequences for sequence in step]
         tokens, squares = sum(lengths), sum(length * length for length in lengths)
-        # a * sum(n) + b * sum(n^2) + c * sum(n) / token budget: micro-batches are taken to be full, and unpadded.
+        # a * sum(n) + b * sum(n^2) + c * sum(n) / token budget, as if micro-batches were full and unpadded.
         seconds = (
             costs.forward_backward_s_per_token * tokens
             + costs.forward_backward_s_per_squared_token * squares
@@ -190,41 +191,41 @@ class StageEstimate:
         return seconds / self.steps + costs.optimizer_step_s + costs.export_s
 
     def generation_s(self, workers: int) -> float:
-        """Seconds of a step's sampling, the mean of the steps.
+        """Mean seconds of a step's sampling.
 
-        With a staleness bound of 0 a batch is sampled alone, to its last completion. With a greater one so many more
-        batches are under way beside it, and a step lasts no less than its tokens keep all slots busy for.
+        With a staleness bound of 0 a batch is sampled alone, to its last completion. With a bound of k, k more batches
+        are sampled at the same time, and a step lasts at least as long as its tokens keep all slots busy.
         """
         bound = self.settings.loop.staleness_bound
         alone_s = sum(self._batch_s(step, workers) for step in self.sequences) / self.steps
         return max(alone_s / (bound + 1), self._full_slots_s(workers, bound) if bound else 0.0)
 
     def _full_slots_s(self, workers: int, bound: int) -> float:
-        """Of a step's tokens, with as many slots busy all the time as staleness allows."""
+        """Seconds of sampling a step's tokens, with as many slots busy all the time as staleness allows."""
         curve, slots = DecodeCurve(self.settings.emulation.decode), self.settings.generation.max_num_seqs
-        # (k + 1) batches are under way at most, divided among the workers.
+        # At most k + 1 batches are under way, divided among the workers.
         at_once = min(slots, math.ceil((bound + 1) * len(self.sequences[0]) / workers))
         every = [sequence for step in self.sequences for sequence in step]
         tokens = sum(completion for _, completion in every)
-        # A completion has half its tokens in the cache, on average over the time for which it runs; weighted by tokens,
-        # since a completion of n tokens is in the batch for n steps.
+        # On average over its time, a completion has half its tokens in the cache. The mean is weighted by tokens, since
+        # a completion of n tokens is in the batch for n steps.
         context = sum(completion * (prompt + completion / 2) for prompt, completion in every) / tokens
         prefill_s = sum(curve.prefill_s(prompt) for prompt, _ in every)
         return (curve.kept_full_s(tokens, at_once, context) + prefill_s) / workers / self.steps + curve.settings.adopt_s
 
     def _batch_s(self, sequences: Sequence[tuple[int, int]], workers: int) -> float:
-        """Until a worker has sampled its even share of a batch, the longest first."""
+        """Seconds until a worker has sampled its even share of a batch, the longest first."""
         slots = self.settings.generation.max_num_seqs
         decode = self.settings.emulation.decode.model_copy(update={"chunk_tokens": 0})
-        # Every ``workers``-th of the sorted ones, from the longest on: the worker that is over last.
+        # Every ``workers``-th of the sorted completions, from the longest on: the share of the worker that ends last.
         share = sorted(sequences, key=lambda sequence: -sequence[1])[::workers]
         return max(ends_alone(share, DecodeCurve(decode), slots)) + decode.adopt_s
 
 
 def ends_alone(sequences: Iterable[tuple[int, int]], curve: DecodeCurve, slots: int) -> list[float]:
-    """When each completion of one worker ends that are all there at 0, by their (prompt, completion) tokens.
+    """The end times of one worker's completions, all queued at time 0; each is given as (prompt, completion) tokens.
 
-    They get slots in this order. ``curve``: of an engine that hands a completion over when it is over.
+    They get slots in this order. ``curve``: of an engine that returns a completion only when it has ended.
     """
     batch: EmulatedBatch[int] = EmulatedBatch(curve, slots, 0)
     waiting = [EmulatedSequence(*tokens) for tokens in sequences]

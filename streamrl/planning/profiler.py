@@ -1,4 +1,4 @@
-"""A profile and its fits as text. Pure."""
+"""`streamrl profile`: measures this machine, fits the profile, and shows both as text."""
 
 import asyncio
 import tempfile
@@ -19,14 +19,14 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.profiles import DecodeSettings, DeviceProfile, TrainingCosts
 from streamrl.settings.tree import Settings
 
-# Which points are measured: batch sizes, context lengths, prompts, micro-batches. Pure.
+# The points to measure: batch sizes, context lengths, prompts, micro-batches. Pure.
 
 SHORTEST = 8
 
 
 @dataclass(frozen=True)
 class Effort:
-    """``decode_steps``: timed steps per point; ``repeats``: train steps per point; ``levels``: lengths of each kind."""
+    """How much to measure: timed decode steps and training steps per point, and the number of lengths of each kind."""
 
     decode_steps: int
     repeats: int
@@ -37,48 +37,48 @@ THOROUGH, QUICK = Effort(24, 3, 4), Effort(8, 1, 2)
 
 
 def batches(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, … and the largest."""
+    """The batch sizes to measure: 1, 2, 4, … and the largest."""
     doubled = [1 << power for power in range(max_num_seqs.bit_length()) if 1 << power < max_num_seqs]
     return [*doubled, max_num_seqs]
 
 
 def levels(shortest: int, longest: int, number: int) -> list[int]:
-    """So many lengths from the shortest to the longest, each the same multiple of the one before."""
+    """``number`` lengths from the shortest to the longest, each the same multiple of the one before."""
     if longest <= shortest or number < 2:
         return [max(1, min(shortest, longest))]
-    # longest = shortest * factor ** (number - 1); rounding may make two short lengths one.
+    # longest = shortest * factor ** (number - 1); rounding may make two short lengths equal.
     factor = (longest / shortest) ** (1 / (number - 1))
     return sorted({round(shortest * factor**power) for power in range(number)})
 
 
 def contexts(settings: Settings, longest: int, effort: Effort) -> list[int]:
-    """Prompt lengths in place of contexts, up to what a run reaches or the model allows."""
+    """Prompt lengths that stand for contexts, up to the longest of the run or of the model."""
     reached = settings.loop.max_prompt_length + settings.loop.max_completion_length
     return levels(SHORTEST, min(longest, reached), effort.levels)
 
 
 def prompts(settings: Settings, longest: int, effort: Effort) -> list[int]:
-    """Prompt lengths for prefills, the upper ones: a short prompt costs little in any case."""
+    """Prompt lengths for prefills, only long ones: a short prompt costs little in any case."""
     longest = min(longest, settings.loop.max_prompt_length)
     return levels(max(SHORTEST, longest // 8), longest, effort.levels)
 
 
 def sequences(settings: Settings, positions: int, effort: Effort) -> Sequence[int]:
-    """Sequence lengths for micro-batches: none that a budget could not hold."""
+    """Sequence lengths for micro-batches, up to the token budget."""
     reached = settings.loop.max_prompt_length + settings.loop.max_completion_length
     return levels(2 * SHORTEST, min(positions, reached, settings.batching.token_budget), effort.levels)
 
 
-# `streamrl profile`: training, weight transfer, decoding, one after the other, so that each has the device alone.
+# The measurement: training, weight transfer, decoding, one after the other, so that each has the device alone.
 
 Progress = Callable[[str], None]
 PROMPTS_AT_ONCE = (1,)
-"""In a running batch slots become free one by one."""
+"""Numbers of prompts per prefill: one, since the slots of a running batch become free one by one."""
 
 
 @dataclass(frozen=True)
 class Profiled:
-    """The profile, and every measurement beside its fit."""
+    """The profile, and every measurement with its fit."""
 
     profile: DeviceProfile
     fitted: tuple[Fitted, ...]
@@ -92,10 +92,10 @@ class _Trained:
 
 
 def profile(settings: Settings, effort: Effort, progress: Progress) -> Profiled:
-    """Measure what the settings name on this machine; of an emulated run, what it was told.
+    """Measure the settings' model and engine on this machine; for an emulated run, return the settings' own costs.
 
     Raises:
-        ModelError: the model or the engine's library is not there, or does not fit the device.
+        ModelError: the model or the engine's library is missing, or does not fit the device.
     """
     emulation = settings.emulation
     if settings.generation.engine == "emulated":
@@ -110,7 +110,7 @@ def _measured(settings: Settings, effort: Effort, scratch: Path, progress: Progr
     progress(f"loading {settings.model.path} into {settings.generation.engine}")
     with _decoder(settings, scratch) as meter_of:
         meter = meter_of(effort.decode_steps)
-        # Into an empty decoder: ``adopt_s`` is then the weights' alone.
+        # Into an empty decoder, so that ``adopt_s`` is the time of the weights alone.
         progress("measuring weight transfer")
         transfers = asyncio.run(_transfer(trained.versions, scratch, meter.decoder))
         progress("measuring prefills and decode steps")
@@ -118,10 +118,10 @@ def _measured(settings: Settings, effort: Effort, scratch: Path, progress: Progr
         prefills = list(meter.prefills_at(prompts(settings, longest, effort), PROMPTS_AT_ONCE))
         sizes = batches(settings.generation.max_num_seqs)
         steps = list(meter.steps_at(sizes, contexts(settings, longest, effort)))
-        kv_tokens = meter.decoder.kv_tokens  # known while it is loaded
+        kv_tokens = meter.decoder.kv_tokens  # known only while the decoder is loaded
     curve, decode_fits = fit_decode(steps)
     prefill_s, prefill_s_per_token, prefill_fits = fit_prefill(prefills)
-    # Medians: one slow transfer of the three must not count.
+    # Medians, so that one slow transfer of the three does not count.
     adopt_s = sorted(point.adopt_s for point in transfers)[len(transfers) // 2]
     transfer_s = sorted(point.total_s for point in transfers)[len(transfers) // 2]
     decode = DecodeSettings(
@@ -153,8 +153,8 @@ def _profile(settings: Settings, decode: DecodeSettings, training: TrainingCosts
 
 
 async def _train(settings: Settings, effort: Effort, scratch: Path) -> _Trained:
-    """Three versions are exported, for the transfers; the policy is gone afterwards."""
-    # Imported here: they load torch, which the profile of an emulated run does without.
+    """Measure training, and export three versions for the transfers. The policy is freed at the end."""
+    # Imported here: they load torch, which an emulated run's profile does not need.
     from streamrl.consumers.training.checkpoints.storage import open_storage
     from streamrl.consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy
 
@@ -170,15 +170,15 @@ async def _train(settings: Settings, effort: Effort, scratch: Path) -> _Trained:
         versions, seconds = [], []
         for number in (1, 2, 3):
             version = PolicyVersion(1, number)
-            sha256, took = await meter.export(version)
-            seconds.append(took)
+            sha256, export_s = await meter.export(version)
+            seconds.append(export_s)
             versions.append(
                 WeightsReady(
                     sequence=number, sent_at=0.0, version=version, step=number, manifest_sha256=sha256, relays=()
                 )
             )
     finally:
-        compute.close()  # waits for a call that is still under way, so that nothing computes beside the decoder
+        compute.close()  # waits for a call under way, so that nothing computes at the same time as the decoder
     costs, fitted = fit_training(measured)
     # [1]: the median of three exports.
     return _Trained(costs.model_copy(update={"export_s": sorted(seconds)[1]}), fitted, versions)
@@ -192,7 +192,7 @@ async def _transfer(versions: list[WeightsReady], scratch: Path, decoder: Decode
 
 @contextmanager
 def _decoder(settings: Settings, scratch: Path) -> Iterator[Callable[[int], DecodeMeter]]:
-    # A completion that ended by itself would leave a smaller batch than the point says.
+    # Endless: a completion that ended by itself would leave a smaller batch than the point claims.
     model = endless_model(settings.model.path, scratch / "model")
     decoder = build_decoder(settings.generation, model)
     facts = decoder.load()
@@ -203,7 +203,7 @@ def _decoder(settings: Settings, scratch: Path) -> Iterator[Callable[[int], Deco
 
 
 def lines(profiled: Profiled) -> Iterator[str]:
-    """What the terminal shows."""
+    """The lines for the terminal."""
     profile = profiled.profile
     yield f"{profile.engine} with {profile.model} on {profile.device}"
     yield from _fits(profiled.fitted)
@@ -227,13 +227,13 @@ def _summary(profile: DeviceProfile) -> Iterator[str]:
         yield f"decode step: {1e3 * decode.step_s:.2f} ms x (1 + batch / {decode.batch_scale:g})"
     counted = "token, padding included" if decode.padding_counts else "token"
     yield (
-        f"context {1e9 * decode.context_s_per_token:.2f} ns a {counted}, prefill {1e3 * decode.prefill_s:.2f} ms and "
-        f"{1e6 * decode.prefill_s_per_token:.2f} us a token, adoption {1e3 * decode.adopt_s:.1f} ms"
+        f"context {1e9 * decode.context_s_per_token:.2f} ns per {counted}, prefill {1e3 * decode.prefill_s:.2f} ms + "
+        f"{1e6 * decode.prefill_s_per_token:.2f} us per token, adoption {1e3 * decode.adopt_s:.1f} ms"
     )
     yield (
-        f"training {1e6 * training.forward_backward_s_per_token:.2f} us a token + "
-        f"{1e9 * training.forward_backward_s_per_squared_token:.3f} ns a squared token + "
-        f"{1e3 * training.forward_backward_s_per_micro_batch:.2f} ms a micro-batch, optimizer "
+        f"training {1e6 * training.forward_backward_s_per_token:.2f} us per token + "
+        f"{1e9 * training.forward_backward_s_per_squared_token:.3f} ns per squared token + "
+        f"{1e3 * training.forward_backward_s_per_micro_batch:.2f} ms per micro-batch, optimizer "
         f"{1e3 * training.optimizer_step_s:.2f} ms, export {1e3 * training.export_s:.1f} ms"
     )
     yield f"weights from store to engine {1e3 * profile.weight_transfer_s:.1f} ms"

@@ -1,8 +1,8 @@
-"""The real dispatcher, workers, trainer and coordinator in one process, on a bus in memory and in virtual time.
+"""Simulates a run: the real dispatcher, workers, trainer and coordinator in one process, in virtual time.
 
-Nothing is written again: every role is the class that a run starts. What differs is around them: decoding and training
-are emulated, records and weights arrive after the latencies that processes, broker and network have (``Latencies``),
-and waiting costs no time. Invariant a_simulation_is_a_function_of_its_settings.
+Every role is the same class that a run starts. Only their surroundings differ: the bus is in memory, decoding and
+training are emulated, records and weights arrive after the latencies of processes, broker and network (``Latencies``),
+and waiting costs no real time. Invariant equal_settings_give_equal_simulations.
 """
 
 import asyncio
@@ -49,20 +49,20 @@ from streamrl.settings.tree import Settings, decode_curve, worker_curves
 from streamrl.weights.export import WeightExporter
 
 LONGEST_S = 30 * 86_400.0
-"""Virtual seconds after which a simulation counts as one that never ends."""
+"""Virtual seconds after which a simulation counts as endless."""
 RELAY = "http://simulated"
-"""Announced as where weights are; nobody connects to it."""
+"""The relay's address in announcements; no worker connects to it."""
 
 
 @dataclass(frozen=True)
 class Latencies:
-    """What passes between two acts beside the acts themselves, in virtual seconds.
+    """Delays between the acts of a run, in virtual seconds.
 
-    ``order_s``: from a decision of the dispatcher until the worker has the order; ``sample_s``: from a finished
-    completion until trainer and dispatcher have it; ``report_s``: from a finished step until dispatcher and coordinator
-    know of it; ``announce_s``: from there until workers know of its weights; ``fetch_s``: until they have fetched them;
-    ``heartbeat_s``: from adoption until the dispatcher knows of it; ``trajectory_s``: the trainer's own work on a
-    trajectory; ``step_s``: its own work on a step.
+    ``order_s``: from the dispatcher's decision until the worker has the order. ``sample_s``: from a finished completion
+    until trainer and dispatcher have it. ``report_s``: from a finished step until dispatcher and coordinator know it.
+    ``announce_s``: from there until workers know its weights. ``fetch_s``: from there until they have fetched them.
+    ``heartbeat_s``: from adoption until the dispatcher knows it. ``trajectory_s``, ``step_s``: the trainer's own work
+    on a trajectory, and on a step.
     """
 
     order_s: float = 0.0
@@ -75,15 +75,15 @@ class Latencies:
     step_s: float = 0.0
 
     def times(self, factor: float) -> "Latencies":
-        """All of them, longer by a factor."""
+        """All latencies, multiplied by a factor."""
         return Latencies(**{name: value * factor for name, value in vars(self).items()})
 
     def with_transfer(self, seconds: float) -> "Latencies":
-        """With weights on their way for so much longer."""
+        """The latencies with a longer ``fetch_s``."""
         return replace(self, fetch_s=self.fetch_s + seconds)
 
     def of_topics(self, run: str) -> dict[str, float]:
-        """From writing a record until readers have it, by topic."""
+        """Seconds from writing a record until readers have it, by topic."""
         return {
             WORK_ORDERS.full_name(run): self.order_s,
             TRAJECTORIES.full_name(run): self.sample_s,
@@ -94,14 +94,14 @@ class Latencies:
 
 
 INSTANT = Latencies()
-"""What a mode or a strategy reaches is then what its logic allows."""
+"""No latencies: the result of a mode or strategy then depends only on its logic."""
 
 
 @dataclass(frozen=True)
 class StepMark:
-    """The moment of a step's report; sums since the beginning, in virtual seconds.
+    """A step's report, and sums up to that moment, in virtual seconds.
 
-    ``slot_s``: of busy slots; ``idle_s``: of workers without any work; ``training_s``: of the training device's work.
+    ``slot_s``: busy time of slots. ``idle_s``: time of workers without work. ``training_s``: training work.
     """
 
     report: StepReport
@@ -112,7 +112,7 @@ class StepMark:
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """What is left of a run: its topics, its steps in order (that of step 0 first), completion tokens by group."""
+    """The result of a simulation: its topics, its steps in order (step 0 first), and completion tokens by group."""
 
     bus: MemoryBus
     name: str
@@ -121,18 +121,19 @@ class SimulatedRun:
 
     @property
     def history(self) -> BusHistory:
-        """Its topics, to be read in any event loop."""
+        """The run's topics, which can be read in any event loop."""
         return BusHistory(self.bus)
 
 
 @dataclass
 class SimulatedPipeline:
-    """A run of ``training.max_steps`` steps, over ``source`` in place of the prompts that the settings name.
+    """A simulated run of ``training.max_steps`` steps. ``source`` replaces the prompts that the settings name.
 
-    A virtual second is ``emulation.time_scale`` emulated ones, and one second for all time-outs of the settings.
-    ``training_devices`` are the trainer's ranks; a fraction of one works so much longer. ``worker_speeds``:
-    how fast each worker decodes, as a multiple of the settings' curve; of those not named, 1. ``chunk_tokens``:
-    that an engine hands over at once; 0: a completion when it is over, which saves most of the work of simulating.
+    A virtual second is ``emulation.time_scale`` emulated seconds, and one second for all time-outs of the settings.
+    ``training_devices``: number of the trainer's ranks; a fraction below one takes longer in proportion.
+    ``worker_speeds``: how fast each worker decodes, as a multiple of the settings' curve; 1 for the others.
+    ``chunk_tokens``: tokens that an engine returns at once; 0: the whole completion at its end, which saves most of the
+    simulation's work.
     """
 
     settings: Settings
@@ -143,15 +144,15 @@ class SimulatedPipeline:
     worker_speeds: Sequence[float] = ()
 
     def run(self) -> SimulatedRun:
-        """Simulate it.
+        """Simulate the run.
 
         Raises:
-            DataError: its prompts or lengths cannot be read.
-            Stuck: it does not come to its last step.
+            DataError: the run's prompts or lengths cannot be read.
+            Stuck: the run does not reach its last step.
         """
-        # Only virtual time bounds it: a large pipeline rightly makes millions of callbacks, thousands at one moment.
+        # Only virtual time is limited: a large pipeline makes millions of callbacks, thousands at one moment.
         bounds = {"max_seconds": LONGEST_S, "max_callbacks": float("inf"), "max_at_once": float("inf")}
-        # Left in reverse order: the loop ends its tasks while the directory that they write into is still there.
+        # Left in reverse order: the loop ends its tasks while the directory that they write to still exists.
         with (
             _silence(),
             tempfile.TemporaryDirectory(prefix="streamrl-simulation-") as scratch,
@@ -162,21 +163,21 @@ class SimulatedPipeline:
 
 
 def _emulated(settings: Settings, scratch: Path, chunk_tokens: int) -> Settings:
-    """Everything emulated, and every group trained.
+    """The settings with everything emulated, and with every group trained.
 
-    Constant rewards would otherwise have every group skipped where groups without a spread are.
+    The emulated rewards are constant, so some settings would otherwise skip every group for lack of spread.
     """
 
-    # ``model_copy`` validates nothing, so these values have to be right as they stand.
+    # ``model_copy`` validates nothing, so these values must be valid as they are.
     def changed(section: str, **values: object) -> Any:
         return getattr(settings, section).model_copy(update=values)
 
     decode = settings.emulation.decode.model_copy(update={"chunk_tokens": chunk_tokens})
-    # Without chunks a completion shows no progress before it ends, and nothing is lost here that had to be found.
+    # Without chunks a completion shows no progress before its end. Here no order is lost, so none must time out.
     patience = {} if chunk_tokens else {"order_timeout_s": LONGEST_S}
-    # Made-up rewards are all equal: with another algorithm whole groups would be skipped that a real run trains.
+    # All rewards are equal: other algorithms would skip groups that a real run trains.
     algorithm = changed("algorithm", name="grpo", dynamic_sampling=False)
-    # Only what moves goes on elsewhere; here nobody else is lost.
+    # Partial completions matter only for moves by repack: no worker is lost here.
     partials = "durable" if settings.dispatch.repack else "off"
     return settings.model_copy(
         update={
@@ -193,7 +194,7 @@ def _emulated(settings: Settings, scratch: Path, chunk_tokens: int) -> Settings:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    # structlog is configured for the whole process, so whoever simulates gets its own logging back afterwards.
+    # structlog's configuration is global, so the caller's is restored afterwards.
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     try:
@@ -204,7 +205,7 @@ def _silence() -> Iterator[None]:
 
 @dataclass
 class _Parts:
-    """Builds the roles of one run and runs them together; ``clock`` is the virtual loop's, for all of them."""
+    """Builds the roles of one run and runs them together. ``clock``: the virtual loop's, which all roles use."""
 
     pipeline: SimulatedPipeline
     settings: Settings
@@ -217,12 +218,12 @@ class _Parts:
         self.bus = DelayedBus(delays=self.pipeline.latencies.of_topics(name))
         for topic in CATALOGUE:
             self.bus.create_topic(topic.full_name(name), topic.partition_count(partitions))
-        # Called before any delay: a step is marked at the moment when it ends, not when somebody reads of it.
+        # Called before any delay: a step is marked when it ends, not when another role reads its report.
         self.bus.written = self._mark
         self.device = MeteredDevice(self.settings.emulation.time_scale, self.clock)
 
     async def run(self) -> SimulatedRun:
-        """Until the trainer ends; a role that ends before it has failed."""
+        """Run until the trainer ends. A role that ends earlier has failed, and its error is raised."""
         name, stop = self.settings.run.name, asyncio.Event()
         trainer, dispatcher = self._trainer(), self._dispatcher()
         coordinator = Coordinator(self.bus, name, self.settings.coordinator, self.clock, time_of_day=self.clock)
@@ -230,12 +231,12 @@ class _Parts:
         others = [asyncio.create_task(coordinator.run(stop)), asyncio.create_task(dispatcher.run(stop))]
         others += [asyncio.create_task(worker.run(stop)) for worker in workers]
         training = asyncio.create_task(trainer.run(stop))
-        # Not for the trainer alone: with a role gone it would wait until ``LONGEST_S``, and hide why that role failed.
+        # Waits for all roles: without a failed one the trainer would wait until ``LONGEST_S`` and hide the failure.
         await asyncio.wait([training, *others], return_when=asyncio.FIRST_COMPLETED)
         for ended in (task for task in others if task.done() and not training.done()):
             ended.result()
         await training
-        # Only now: up to its last step the trainer lives on what the others send.
+        # The others stop only now: up to its last step the trainer needs their records.
         stop.set()
         await asyncio.gather(*others)
         tokens: defaultdict[str, int] = defaultdict(int)
@@ -245,20 +246,20 @@ class _Parts:
         return SimulatedRun(self.bus, name, tuple(self.steps), tokens)
 
     def _mark(self, record: Outgoing) -> None:
-        """A record is written; with that of a step, take down how busy the slots were."""
+        """Take a written record. If it is a step's report, note how busy the slots were."""
         if record.topic != STEPS.full_name(self.settings.run.name) or record.value is None:
             return
-        # Made up to be decoded: partition, offset and timestamp say nothing here.
+        # Only for decoding: partition, offset and timestamp have no meaning here.
         message = Record(record.topic, 0, 0, record.key, record.value, record.headers, 0.0).message()
         if isinstance(message, StepReport):
-            # Before the sums are taken: an engine's own reach only up to its last request that came or went.
+            # Update the sums first: an engine's own are valid up to its last request that started or ended.
             for engine in self.engines:
                 engine.meter()
             mark = StepMark(
                 report=message,
                 slot_s=sum(engine.slot_s for engine in self.engines),
                 idle_s=sum(engine.idle_s for engine in self.engines),
-                # Emulated seconds into virtual ones, which the other two are in already.
+                # Emulated seconds converted to virtual ones, like the other two.
                 training_s=self.device.launched_s / self.settings.emulation.time_scale,
             )
             self.steps.append(mark)
@@ -276,7 +277,7 @@ class _Parts:
             roles=OtherRoles(
                 curve=decode_curve(settings),
                 curves=worker_curves(settings),
-                # How far back the oldest checkpoint that is kept may lie.
+                # Age in steps of the oldest checkpoint that may still be kept.
                 history_steps=settings.training.keep_checkpoints * settings.training.checkpoint_every,
             ),
         )
@@ -289,7 +290,7 @@ class _Parts:
         scale = settings.emulation.time_scale
         ranks = whole_ranks(self.pipeline.training_devices)
         costs = shared_costs(settings.emulation.training, self.pipeline.training_devices / ranks)
-        # Latencies are virtual seconds, costs emulated ones: the device divides by the scale again.
+        # Latencies are in virtual seconds, costs in emulated ones; the device divides by the scale again.
         costs = costs.model_copy(update={"optimizer_step_s": costs.optimizer_step_s + latencies.step_s * scale})
 
         exporting = EmulatedDevice(scale, self.clock)
@@ -313,7 +314,7 @@ class _Parts:
             checkpoints=checkpoints,
             open_exporter=lambda: EmulatedCompute(exporting),
         )
-        # Also ``monotonic``: the dispatcher learns from the phases how fast the trainer is.
+        # ``monotonic`` too: the dispatcher learns the trainer's speed from the phases.
         run, clock = TrainedRun(self.bus, settings.run.name), self.clock
         return Trainer(TrainerContext(learning, run, parts, clock=clock, monotonic=clock))
 
@@ -329,18 +330,18 @@ class _Parts:
             tokenizer=FillerTokenizer(settings.emulation.lengths.prompt_characters_per_token),
             rewards=ConstantRewards(settings.rewards.names),
             fetcher=StoreFetcher(settings.run.weights_store, self.pipeline.latencies.fetch_s),  # type: ignore[arg-type]
-            # Both clocks: the machine's own would hardly move during a simulation.
+            # Both clocks are virtual: the machine's own would hardly advance during a simulation.
             clocks=Clocks(self.clock, self.clock),
         )
 
 
 def whole_ranks(devices: float) -> int:
-    """So many ranks stand for a number of devices, which of a pipeline simulated in part is a fraction."""
+    """The number of ranks for a number of devices, which is fractional if a pipeline is simulated in part."""
     return max(1, round(devices))
 
 
 def shared_costs(costs: TrainingCosts, devices: float) -> TrainingCosts:
-    """What a step costs where so many devices share each micro-batch evenly; optimizer and export stay whole."""
+    """The costs if ``devices`` devices share each micro-batch evenly; optimizer and export are not shared."""
     # step = (per_micro_batch * M + per_token * T + per_squared_token * Q) / devices + optimizer_step + export
     shared = ("per_micro_batch", "per_token", "per_squared_token")
     names = [f"forward_backward_s_{name}" for name in shared]
@@ -349,7 +350,7 @@ def shared_costs(costs: TrainingCosts, devices: float) -> TrainingCosts:
 
 @dataclass(frozen=True)
 class StoreFetcher:
-    """Weights straight from the store, without a relay, after ``fetch_s`` on their way."""
+    """Takes weights straight from the store, without a relay, after ``fetch_s`` seconds."""
 
     store: Path
     fetch_s: float
@@ -360,28 +361,28 @@ class StoreFetcher:
         return self.store / str(ready.version)
 
     def keep_only(self, versions: Iterable[PolicyVersion], series: str = "") -> None:
-        """Nothing is kept twice."""
+        """Do nothing: the fetcher has no copies."""
 
     def set_run_id(self, run_id: str) -> None:
-        """Nor from one run to the next."""
+        """Do nothing: there is only one run."""
 
     def release(self) -> None:
-        """No version is held."""
+        """Do nothing: no version is held."""
 
 
 class MeteredDevice(EmulatedDevice):
-    """Also measures: ``launched_s`` emulated seconds of work so far."""
+    """An emulated device that also measures its work: ``launched_s`` emulated seconds so far."""
 
     launched_s = 0.0
 
     def launch(self, seconds: float) -> None:
-        """As the emulated device does, counted."""
+        """Count the seconds, then do as the emulated device does."""
         self.launched_s += seconds
         super().launch(seconds)
 
 
 class BusyPolicy(EmulatedPolicy):
-    """An emulated policy whose trainer spends ``trajectory_s`` emulated seconds of its own on every trajectory."""
+    """An emulated policy whose trainer spends ``trajectory_s`` emulated seconds of its own work per trajectory."""
 
     def __init__(
         self, costs: TrainingCosts, device: EmulatedDevice, *places: Any, trajectory_s: float, ranks: int
@@ -390,14 +391,17 @@ class BusyPolicy(EmulatedPolicy):
         self._own_device, self._trajectory_s = device, trajectory_s
 
     def accumulate(self, batch: MicroBatch) -> None:
-        """Launch a forward and backward pass, after what was done to make the batch."""
-        # ``lengths`` has one entry a trajectory. Launched first: the pass then begins after that work.
+        """Launch the work of making the batch, then its forward and backward pass."""
+        # ``lengths`` has one entry per trajectory. Launched first, so that the pass starts after that work.
         self._own_device.launch(len(batch.lengths) * self._trajectory_s)
         super().accumulate(batch)
 
 
 class MeteredEngine(EmulatedEngine):
-    """Also measures: ``slot_s`` and ``idle_s`` in virtual seconds up to the last ``meter``, and tokens by group."""
+    """An emulated engine that also measures ``slot_s`` and ``idle_s``, in virtual seconds, and tokens by group.
+
+    The seconds are valid up to the last ``meter``.
+    """
 
     def __init__(self, settings: Settings, monotonic: Callable[[], float], speed: float) -> None:
         emulation, slots = settings.emulation, settings.generation.max_num_seqs
@@ -413,8 +417,8 @@ class MeteredEngine(EmulatedEngine):
         self._metered_at = monotonic()
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
-        """As the emulated engine does, counted."""
-        # Before the count changes: the time until now passed with the old one.
+        """Do as the emulated engine does, and count."""
+        # Before the number of requests changes: the time until now passed with the old one.
         self.meter()
         self._requests += 1
         # A request is named after its trajectory: <group>/<sample index>.
@@ -428,19 +432,19 @@ class MeteredEngine(EmulatedEngine):
             self._requests -= 1
 
     def meter(self) -> None:
-        """Count the time since the last call. Continuous batching: so many requests keep as many slots busy."""
+        """Count the time since the last call. With continuous batching, each request keeps one slot busy."""
         now = self._clock()
         elapsed, self._metered_at = now - self._metered_at, now
-        # Requests beyond the slots wait in the engine and keep nothing busy.
+        # Requests beyond the number of slots wait in the engine and keep no slot busy.
         self.slot_s += elapsed * min(self._requests, self.max_num_seqs)
         self.idle_s += elapsed * (not self._requests)
 
 
 @dataclass
 class DelayedBus(MemoryBus):
-    """A bus in memory whose records become visible ``delays[topic]`` seconds after they were written; else at once.
+    """A bus in memory whose records become visible ``delays[topic]`` seconds after the write; at once by default.
 
-    Records of a topic stay in order, as their delay is constant. ``written`` is called with every record at once.
+    Records of a topic stay in order, since their delay is constant. ``written`` is called at the write of each record.
     """
 
     delays: Mapping[str, float] = field(default_factory=dict)
@@ -463,7 +467,7 @@ class DelayedBus(MemoryBus):
         partitions: Iterable[int] | None = None,
         group_id: str | None = None,
     ) -> "DelayedSubscription":
-        """A subscription on this bus, woken by records of its own partitions only."""
+        """A subscription on this bus that only records of its own partitions wake."""
         plain = await super().subscribe(
             topics, client_id=client_id, start=start, partitions=partitions, group_id=group_id
         )
@@ -473,9 +477,9 @@ class DelayedBus(MemoryBus):
         return subscription
 
     def append(self, record: Outgoing, number: int) -> Position:
-        """Write; the position is known at once, also where readers have to wait for the record."""
+        """Write a record. Its position is known at once, even if readers get the record later."""
         loop, tp = asyncio.get_running_loop(), TopicPartition(record.topic, number)
-        # Not the length of the log, which grows only when a record is shown: offsets would be given twice.
+        # Not the length of the log, which grows only when a record becomes visible: offsets would repeat.
         position = Position(record.topic, number, self._ends[tp])
         self._ends[tp] += 1
         kept = Record(*position, record.key, record.value, record.headers, timestamp=loop.time())
@@ -487,7 +491,7 @@ class DelayedBus(MemoryBus):
         return position
 
     def forget(self, subscription: "DelayedSubscription") -> None:
-        """Wake it no more."""
+        """Stop waking a subscription."""
         for tp in subscription.offsets:
             self._readers[tp] = [reader for reader in self._readers[tp] if reader is not subscription]
 
@@ -499,20 +503,20 @@ class DelayedBus(MemoryBus):
 
 @dataclass
 class DelayedPublisher(MemoryPublisher):
-    """Writes to a ``DelayedBus``; nobody waits for an acknowledgement."""
+    """Writes to a ``DelayedBus``; acknowledgements come at once."""
 
     bus: DelayedBus
 
     async def write(self, records: Iterable[Outgoing]) -> list[Position]:
-        """Write all of them or none, and nothing of others in between."""
-        # All partitions first: a wrong one is refused before anything was written. No await, so nobody comes between.
+        """Write all records or none, with no other publisher's records in between."""
+        # All partitions first: a wrong one raises before any write. No await, so no other publisher can interleave.
         numbered = [(record, self._partition_for(record)) for record in records]
         return [self.bus.append(record, number) for record, number in numbered]
 
 
 @dataclass
 class DelayedSubscription(MemorySubscription):
-    """Reads a ``DelayedBus``. Waits for records of its own partitions, so that hundreds of readers cost little."""
+    """Reads a ``DelayedBus``. Only records of its own partitions wake it, so that hundreds of readers cost little."""
 
     bus: DelayedBus
     _waiting: "asyncio.Future[None] | None" = None
@@ -521,21 +525,21 @@ class DelayedSubscription(MemorySubscription):
         """The next records; waits for the first one at most ``timeout_s``."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        await asyncio.sleep(0)  # so that a caller that asks without waiting lets others write
+        await asyncio.sleep(0)  # lets other tasks write, even if the caller polls without waiting
         while not (batch := self._take(max_records)) and loop.time() < deadline:
-            # Records and the deadline wake it alike; the loop's condition tells which of them it was.
+            # A record or the deadline wakes this; the loop's condition checks both.
             self._waiting = loop.create_future()
             timer = loop.call_at(deadline, self.wake)
             try:
                 await self._waiting
             finally:
-                timer.cancel()  # left set, it would wake a later poll for nothing
+                timer.cancel()  # otherwise it would wake a later poll for nothing
                 self._waiting = None
         return batch
 
     def wake(self) -> None:
-        """There may be something to read."""
-        # A future takes one result only, and several records may come at one moment.
+        """Wake a waiting poll: there may be records to read."""
+        # A future takes only one result, and several records may come at one moment.
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 

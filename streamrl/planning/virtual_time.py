@@ -1,9 +1,9 @@
-"""Virtual time: it stands still while anything is done, and jumps to whatever is due next.
+"""Virtual time: it does not advance while code runs, and jumps to the next event that is due.
 
-``Agenda`` is the clock of all that is simulated. ``Events`` does what is due without asyncio, where no role of a run is
-simulated as it is. ``VirtualLoop`` is an asyncio event loop: one thread, no sockets, and the same order of callbacks
-each time; what is meant for a thread pool is called in the loop. It reaches into asyncio's own queue of callbacks,
-whose order no public interface gives. What can never go on says so.
+``Agenda`` is the clock of all simulations. ``Events`` runs events without asyncio, for simulations that do not use a
+run's real roles. ``VirtualLoop`` is an asyncio event loop with one thread, no sockets, and the same order of callbacks
+each time. It runs calls for a thread pool in the loop. It uses asyncio's internal queue of callbacks, since no public
+interface gives their order. A simulation that can never continue raises ``Stuck``.
 """
 
 import asyncio
@@ -17,22 +17,22 @@ from math import inf
 from typing import Any, Generic, TypeVar
 
 START = 1_000_000.0
-"""Virtual seconds at the beginning: far from 0, so that code that takes 0 for "never" is found out."""
+"""Virtual seconds at the start: far from 0, to expose code that takes 0 for "never"."""
 SPIN = 20_000
-"""Callbacks at one moment of virtual time after which a loop counts as spinning."""
+"""Number of callbacks at one moment of virtual time after which a loop counts as spinning."""
 SWEEPS = 20
-"""Rounds of cancelling at the end: a task may start another one while it is cancelled."""
+"""Most rounds of cancelling at the end: a task may start another one while it is cancelled."""
 
 
 class Stuck(Exception):
-    """The simulation cannot go on: a deadlock, a spinning loop, or a bound of time or work was passed."""
+    """The simulation cannot continue: a deadlock, a spinning loop, or a limit on time or work was exceeded."""
 
 
 T = TypeVar("T")
 
 
 class Agenda(Generic[T]):
-    """What is due when: the earliest first, and of one moment what was put down first. ``now``: virtual seconds."""
+    """Entries by due time, the earliest first; among equal times, the one added first. ``now``: virtual seconds."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -41,32 +41,32 @@ class Agenda(Generic[T]):
 
     @property
     def next_at(self) -> float:
-        """When what is next is due; infinity if nothing is."""
+        """Virtual time of the next entry; infinity if there is none."""
         return self._entries[0][0] if self._entries else inf
 
     def at(self, when: float, what: T) -> None:
-        """Put something down for a moment."""
+        """Add an entry for a virtual time."""
         heappush(self._entries, (when, next(self._serial), what))
 
     def first(self) -> T | None:
-        """What is next, if anything is."""
+        """The next entry; None if there is none."""
         return self._entries[0][2] if self._entries else None
 
     def pop(self) -> T:
-        """Take out what is next; time stays."""
+        """Remove and return the next entry, without changing the time."""
         return heappop(self._entries)[2]
 
 
 class Events(Agenda[Callable[[], None]]):
-    """An agenda of what is done at its moment. ``done``: so many were."""
+    """An agenda of functions to call at their times. ``done``: number of calls so far."""
 
     done = 0
 
     def run(self, is_over: Callable[[], bool], most: float = inf) -> None:
-        """Do what is due, one after the other, until it is over.
+        """Call the functions, one after the other, until ``is_over``.
 
         Raises:
-            Stuck: nothing is left to do, or more was done than that.
+            Stuck: no function is left, or more than ``most`` were called.
         """
         while not is_over():
             if self.next_at == inf:
@@ -79,13 +79,16 @@ class Events(Agenda[Callable[[], None]]):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Bounded by ``max_seconds`` of virtual time, and ``max_callbacks`` in all, ``max_at_once`` at one moment."""
+    """An asyncio event loop in virtual time.
+
+    Limits: ``max_seconds`` of virtual time, ``max_callbacks`` in total, and ``max_at_once`` at one moment.
+    """
 
     def __init__(
         self, *, max_seconds: float = 3600.0, max_callbacks: float = 2_000_000, max_at_once: float = SPIN
     ) -> None:
         super().__init__()
-        # asyncio's own heap orders timers by time alone.
+        # asyncio's own heap orders timers only by time, not by when they were set.
         self._agenda: Agenda[asyncio.TimerHandle] = Agenda(START)
         self._limit = START + max_seconds
         self._max_callbacks = max_callbacks
@@ -101,7 +104,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_soon(  # type: ignore[override]
         self, callback: Any, *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
-        """At the next turn."""
+        """Call at the next turn."""
         handle = asyncio.Handle(callback, args, self, context)
         self._ready.append(handle)  # type: ignore[attr-defined]
         return handle
@@ -109,30 +112,30 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Any, *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """After so many virtual seconds."""
+        """Call after ``delay`` virtual seconds."""
         return self.call_at(self._agenda.now + delay, callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Any, *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """At a virtual time; of several at the same time, the one that was set first comes first."""
+        """Call at a virtual time; of several timers for one time, the one set first comes first."""
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         self._agenda.at(when, timer)
         return timer
 
     def _run_once(self) -> None:
         ready, agenda = self._ready, self._agenda  # type: ignore[attr-defined]
-        # Time stands still while anything can run: work itself takes no virtual time.
+        # Time does not advance while a callback is ready: work itself takes no virtual time.
         if not ready:
             while (timer := agenda.first()) is not None and timer.cancelled():
                 agenda.pop()
-            # Sockets and threads, which could wake a real loop, are none of this one's.
+            # This loop has no sockets or threads that could wake it.
             if timer is None:
                 raise Stuck("deadlock: nothing is ready and no timer is set")
             self._jump(agenda.next_at)
         while agenda.next_at <= agenda.now:
             ready.append(agenda.pop())
-        # As in asyncio: what these callbacks make ready has to wait for the next round.
+        # As in asyncio, callbacks that become ready now run in the next round.
         count = len(ready)
         self._count(count)
         for _ in range(count):
@@ -141,7 +144,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 handle._run()  # noqa: SLF001
 
     def _is_held_back(self, handle: asyncio.Handle) -> bool:
-        """For subclasses: whether a callback must not run now; it is theirs to keep."""
+        """For subclasses: whether a callback must not run now; then the subclass keeps it."""
         return False
 
     def _jump(self, when: float) -> None:
@@ -159,10 +162,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
             raise Stuck(f"not finished after {self.callbacks} callbacks")
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Cancelled timers are dropped when their time comes."""
+        """Do nothing: cancelled timers are dropped when their time comes."""
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> "asyncio.Future[Any]":  # type: ignore[override]
-        """Call it at the next turn, in the one thread there is, whatever pool it is meant for."""
+        """Call the function at the next turn, in the loop's own thread instead of the executor."""
         future = self.create_future()
         self.call_soon(self._call_into, future, func, args)
         return future
@@ -170,8 +173,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _call_into(self, future: "asyncio.Future[Any]", func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         try:
             result = func(*args)
-        except Exception as error:  # whatever the call raises belongs to whoever waits for it
-            # Whoever waited may have been cancelled meanwhile, and the future with it.
+        except Exception as error:  # the error is raised in the caller that awaits the future
+            # The future is done already if its caller was cancelled.
             if not future.done():
                 future.set_exception(error)
         else:
@@ -181,13 +184,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Any, *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
-        """As ``call_soon``; refused from another thread."""
+        """The same as ``call_soon``; must not be called from another thread."""
         assert threading.get_ident() == self._thread, "a simulated process has no threads"
         return self.call_soon(callback, *args, context=context)
 
     def sweep(self) -> None:
-        """End every task that is left, without bounds of time, so that no coroutine is destroyed half-way."""
-        # The simulation may have ended at one of its bounds; tasks that are cancelled need room beyond them.
+        """Cancel and end all remaining tasks, so that no coroutine is destroyed half-way. Time limits do not apply."""
+        # The simulation may have ended at one of its limits; cancelled tasks need time beyond it.
         self._limit = inf
         self._max_callbacks += 1_000_000
         self.set_exception_handler(lambda _loop, _context: None)
@@ -200,7 +203,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._at_this_moment = 0
             try:
                 self.run_until_complete(asyncio.wait(left, timeout=60.0))
-            except Stuck:  # a task that waits on in spite of being cancelled gets another round
+            except Stuck:  # a task that still waits after being cancelled gets another round
                 continue
         self.run_until_complete(self.shutdown_asyncgens())
 
@@ -210,7 +213,7 @@ L = TypeVar("L", bound=VirtualLoop)
 
 @contextmanager
 def sweeping(loop: L) -> Iterator[L]:
-    """Use a loop for one simulation; what is left in it at the end is cancelled and closed."""
+    """Use a loop for one simulation; at the end, remaining tasks are cancelled and the loop is closed."""
     try:
         yield loop
     finally:

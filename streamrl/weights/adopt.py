@@ -135,7 +135,7 @@ class WeightsAdopter:
                 if self.held is None:
                     raise
                 log.error("weights refused by the engine", error=str(error), held=str(self.held))
-                self.status.await_idle(None)  # the refused version waits no more: the worker wants orders again
+                self.status.await_idle(None)  # the refused version no longer waits: the worker wants orders again
             else:
                 await self._hold(ready)
             finally:
@@ -145,7 +145,7 @@ class WeightsAdopter:
         return self.only_idle or ready.series != self.series
 
     async def _newest_when_idle(self, ready: AnnouncedWeights, directory: Path) -> tuple[AnnouncedWeights, Path]:
-        """Wait until no completion is running; the newest version fetched by then. Newer ones are fetched meanwhile.
+        """Wait until no completion is running, and fetch newer versions in the meantime; the newest one fetched.
 
         Returns at once with a version that need not wait, because it is of the held series after all.
         """

@@ -29,7 +29,7 @@ def table_of(decode: DecodeSettings) -> list[float]:
 
 
 @pytest.mark.parametrize("pads", [False, True])
-def test_a_measured_curve_is_found_again(pads: bool) -> None:
+def test_a_known_curve_is_recovered(pads: bool) -> None:
     decode, fitted = fit_decode(points(pads=pads))
     assert [batch for batch, _ in decode.table] == [1, 2, 4, 8, 16]
     assert table_of(decode) == pytest.approx([seconds for _, seconds in TABLE], rel=1e-6)

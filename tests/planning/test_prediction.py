@@ -38,7 +38,7 @@ def _short_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "STEPS", 3)
 
 
-def test_a_simulation_is_a_function_of_its_settings() -> None:
+def test_equal_settings_give_equal_simulations() -> None:
     assert predict(settings(), steps=4) == predict(settings(), steps=4)
 
 

@@ -224,7 +224,7 @@ class RunFeed:
 def _since_all_are_whole(records: list[Record], cut: Collection[int]) -> list[Record]:
     """The records from the time on for which every partition was read.
 
-    ``cut``: partitions of which only the newest records were read. The last records of a rarely used length bucket are
+    ``cut``: partitions whose older records were not read. The last records of a rarely used length bucket are
     old. Next to the newest of the other buckets they would show a wrong past.
     """
     oldest: dict[int, float] = {}

@@ -110,7 +110,7 @@ def _preview(text: str) -> str:
 
 
 MOST, NEWEST = 200, 40
-"""Of trajectories that come at once, most that are decoded, and how many of them are the newest, which lists show."""
+"""If many trajectories come at once: most to decode, and how many of those are the newest, which lists show."""
 
 
 def sampled(indices: Sequence[int], most: int = MOST, newest: int = NEWEST) -> set[int]:

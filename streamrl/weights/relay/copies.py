@@ -51,7 +51,7 @@ GONE = ".gone-"
 
 @dataclass
 class ArrivingFile:
-    """A file of which ``have`` bytes are here and checked. ``is_given_up``: the rest will not arrive."""
+    """An arriving file. ``have``: bytes that are here and checked; ``is_given_up``: the rest will not arrive."""
 
     file: WeightFile
     path: Path
