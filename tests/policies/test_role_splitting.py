@@ -73,8 +73,8 @@ def test_an_arm_of_another_shape_is_refused(tmp_path: Path) -> None:
     put(tmp_path / "instances" / "rloo" / "weights", [1])
     _check_shapes({"rloo": 0.5}, tmp_path)
     put(tmp_path / "instances" / "wide" / "weights", [2])
-    with refused(r"got a\.weight: \('BF16', \[2\]\) in place of \('BF16', \[1\]\)"):
+    with refused(r"got a\.weight: \('BF16', \[2\]\) instead of \('BF16', \[1\]\)"):
         _check_shapes({"rloo": 0.5, "wide": 0.25}, tmp_path)
     (tmp_path / "instances" / "rloo" / "weights" / "1-2" / "model.safetensors").write_bytes(b"\xff" * 40)
-    with refused(r"a readable safetensors file, got .*rloo.*; ask again"):
+    with refused(r"a readable safetensors file, got .*rloo.*; try again"):
         _check_shapes({"rloo": 0.5}, tmp_path)

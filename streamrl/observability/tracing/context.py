@@ -30,7 +30,7 @@ _SAMPLED_FLAG = 1
 _LOW_64 = (1 << 64) - 1
 
 REMEMBERED = 50_000
-"""Number of groups or samples that a role remembers: many times those under way. Forgotten ones are no longer traced."""
+"""Groups or samples that a role remembers: many times those under way. Forgotten ones are no longer traced."""
 
 
 class SpanContext(NamedTuple):

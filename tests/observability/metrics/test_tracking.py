@@ -163,7 +163,7 @@ def test_what_a_library_says_over_lines_is_one(tmp_path: Path, monkeypatch: pyte
 
 def test_a_folder_that_is_none_is_said(tmp_path: Path) -> None:
     (tmp_path / "tracking").write_text("a file")
-    with pytest.raises(SettingsError, match=r"expected to open tensorboard .*; make .* writable, or leave it out"):
+    with pytest.raises(SettingsError, match=r"expected to open tensorboard .*; make .* writable, or remove it"):
         open_writer("tensorboard", "p", "r", tmp_path / "tracking/tensorboard", {})
     with pytest.raises(SettingsError):
         tracker(MemoryBus(), tmp_path / "tracking", "tensorboard").open()
@@ -257,7 +257,7 @@ def test_a_service_of_wandb_that_dies_while_a_run_begins_is_started_once_more(
 
 def test_a_service_of_wandb_that_dies_each_time_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_library", lambda _module, _package: DyingWandb(deaths=9))
-    with pytest.raises(SettingsError, match=r"expected to open wandb .*got Conn.*; try again, or leave it out"):
+    with pytest.raises(SettingsError, match=r"expected to open wandb .*got Conn.*; try again, or remove it"):
         open_writer("wandb", "p", "r", tmp_path, {})
 
 
