@@ -32,7 +32,7 @@ class CoordinatorSettings(Section):
     relays: Annotated[
         tuple[str, ...],
         Field(
-            description="Addresses of relays that workers may always use, in addition to those heard on the bus; "
+            description="Addresses of relays to announce after those that send heartbeats, if any do yet; "
             "empty: the relay that `streamrl run` starts."
         ),
     ] = ()
