@@ -34,7 +34,7 @@ import structlog
 from aiohttp import ClientConnectionError, ClientWebSocketResponse, WSMsgType, web
 from pydantic import Field, ValidationError
 
-from streamrl.bus.serving import listen
+from streamrl.bus.serving import OpenRequests, listen
 from streamrl.bus.waiting import end_tasks
 from streamrl.producers.generation.engines.port import Engine, GenerationRequest, TokenDelta
 from streamrl.producers.generation.rollout import TokenStream, WorkerLoad, closed_early
@@ -222,6 +222,7 @@ class RequestServer:
     _places: asyncio.Semaphore = field(init=False)
     _idle: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _runner: web.AppRunner | None = field(init=False, default=None)
+    _open_requests: OpenRequests | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._places = asyncio.Semaphore(self.settings.slots)
@@ -247,6 +248,7 @@ class RequestServer:
         """
         app = web.Application(client_max_size=1024)
         app.router.add_get(PATH, self._serve)
+        self._open_requests = OpenRequests(app, 1.0)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         await self._runner.setup()
         try:
@@ -272,7 +274,8 @@ class RequestServer:
         """End all connections and their requests; idempotent."""
         runner, self._runner = self._runner, None
         if runner is not None:
-            await runner.cleanup()
+            assert self._open_requests is not None, "opened together"
+            await self._open_requests.end(runner)
 
     def card(self) -> WorkerCard:
         """The status that gateways get once a second."""

@@ -33,9 +33,12 @@ class OpenRequests:
 
     Invariant no_request_outlives_its_server: aiohttp cancels slow requests at the end, but does not wait for them. A
     request's thread could then still use a file or a database while its owner closes it.
+
+    ``grace_s``: seconds that requests get to end by themselves.
     """
 
-    def __init__(self, app: web.Application) -> None:
+    def __init__(self, app: web.Application, grace_s: float) -> None:
+        self.grace_s = grace_s
         self._tasks = set[asyncio.Task[Any]]()
         app.middlewares.append(self._track)
 
@@ -57,13 +60,27 @@ class OpenRequests:
 
     async def _end(self, runner: web.AppRunner) -> None:
         server, quiet_turns = runner.server, 0
-        await runner.cleanup()
-        while quiet_turns < TURNS:
+        for site in [*runner.sites]:
+            await site.stop()
+        # The requests end before aiohttp's own shutdown. That one gives requests time as well, but a request that ends
+        # in the very turn in which this time is over fails there with InvalidStateError.
+        deadline = asyncio.get_running_loop().time() + self.grace_s
+        while server is not None and quiet_turns < TURNS:
             await asyncio.sleep(0)
             quiet_turns += 1
-            if server is not None and server.connections:  # connections from the last moment
-                await server.shutdown(0)
-                quiet_turns = 0
+            server.pre_shutdown()  # closes connections that have no request
             if self._tasks:
-                await until_ended([*self._tasks])
+                await self._end_requests(deadline)
                 quiet_turns = 0
+        await runner.cleanup()
+        for _ in range(TURNS):  # for the tasks of the connections that were just closed
+            await asyncio.sleep(0)
+
+    async def _end_requests(self, deadline: float) -> None:
+        """Wait for the requests until ``deadline``, by the event loop's clock, then cancel and await those left."""
+        left = max(0.0, deadline - asyncio.get_running_loop().time())
+        _, late = await asyncio.wait([*self._tasks], timeout=left)
+        for task in late:
+            task.cancel()
+        if late:
+            await until_ended(late)

@@ -2,6 +2,7 @@ import asyncio
 import gc
 import socket
 import threading
+import time
 
 import aiohttp
 import pytest
@@ -27,7 +28,7 @@ async def test_no_request_outlives_its_server() -> None:
 
     app = web.Application()
     app.router.add_get("/", slow)
-    requests, runner = OpenRequests(app), web.AppRunner(app, shutdown_timeout=0.05)
+    requests, runner = OpenRequests(app, 0.05), web.AppRunner(app, shutdown_timeout=0.05)
     await runner.setup()
     await listen(runner, "127.0.0.1", 0)
     async with aiohttp.ClientSession() as session:
@@ -44,6 +45,30 @@ async def test_no_request_outlives_its_server() -> None:
         assert isinstance(asking.exception(), aiohttp.ClientError)
 
 
+async def test_a_request_that_ends_as_its_time_is_over_ends_well(caplog: pytest.LogCaptureFixture) -> None:
+    asked = asyncio.Event()
+
+    async def answered(_request: web.Request) -> web.Response:
+        asked.set()
+        await asyncio.sleep(0.15)
+        return web.Response(text="answered")
+
+    app = web.Application()
+    app.router.add_get("/", answered)
+    requests, runner = OpenRequests(app, 0.2), web.AppRunner(app, shutdown_timeout=0.2)
+    await runner.setup()
+    await listen(runner, "127.0.0.1", 0)
+    async with aiohttp.ClientSession() as session:
+        asking = asyncio.create_task(session.get(f"http://127.0.0.1:{runner.addresses[0][1]}/"))
+        await asked.wait()
+        ending = asyncio.create_task(requests.end(runner))
+        await asyncio.sleep(0.05)
+        time.sleep(0.3)  # so that one turn of the event loop comes after both times
+        await ending
+        await asyncio.wait([asking])
+    assert not caplog.records
+
+
 async def turns(count: int) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
@@ -54,7 +79,7 @@ async def test_a_start_that_is_cancelled_at_any_moment_leaves_no_server(after: i
     with socket.create_server(("127.0.0.1", 0)) as chosen:
         port: int = chosen.getsockname()[1]
     app = web.Application()
-    requests, runner = OpenRequests(app), web.AppRunner(app, shutdown_timeout=1.0)
+    requests, runner = OpenRequests(app, 1.0), web.AppRunner(app, shutdown_timeout=1.0)
     await runner.setup()
     starting = asyncio.create_task(listen(runner, "127.0.0.1", port))
     await turns(after)
@@ -70,7 +95,7 @@ async def test_a_start_that_is_cancelled_at_any_moment_leaves_no_server(after: i
 @pytest.mark.parametrize("after", range(12))
 async def test_who_connects_in_the_last_moment_leaves_no_task(after: int) -> None:
     app = web.Application()
-    requests, runner = OpenRequests(app), web.AppRunner(app, shutdown_timeout=1.0)
+    requests, runner = OpenRequests(app, 1.0), web.AppRunner(app, shutdown_timeout=1.0)
     await runner.setup()
     await listen(runner, "127.0.0.1", 0)
     with socket.create_connection(runner.addresses[0][:2]) as client:

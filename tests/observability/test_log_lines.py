@@ -23,7 +23,7 @@ def _logging_as_it_was() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-def test_log_lines_have_no_control_characters() -> None:
+def test_printed_text_cannot_control_the_terminal() -> None:
     output = io.StringIO()
     with redirect_stdout(output):
         configure_logging({"process": "worker"})

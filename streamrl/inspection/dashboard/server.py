@@ -335,7 +335,7 @@ async def _serve_until(
     # As rarely as all other work of this process next to a busy run.
     context.follower.every_s = lambda: FOLLOW_EVERY_S * pace.seconds()
     app = build_app(context, stop, host, pace.seconds)
-    requests, runner = OpenRequests(app), web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    requests, runner = OpenRequests(app, 1.0), web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
         address = await bind(runner, host, port)

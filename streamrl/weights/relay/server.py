@@ -81,7 +81,7 @@ class Relay:
         """
         (self.copies.root if self.copies is not None else self.store.root).mkdir(parents=True, exist_ok=True)
         app = self.application()
-        requests, runner = OpenRequests(app), web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
+        requests, runner = OpenRequests(app, 2.0), web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
         await runner.setup()
         try:
             try:
