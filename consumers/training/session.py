@@ -1,9 +1,9 @@
-"""What one process of the trainer holds of the run: its lineage, its policy, its reader of the stream.
+"""The part of a run that one trainer process holds: its lineage, its policy, and its reader of the stream.
 
-The session is opened once and does whatever touches both the policy and the stream. Invariants:
-- the_checkpoint_is_the_truth: stream position and weights are taken at the same moment; the rows they rest on, and
-  the reports before, are on the topics before the manifest is;
-- a_checkpoint_is_announced_after_it_is_written: its report is in it, so that a restart can announce it again.
+The session is opened once. It does all work that needs both the policy and the stream. Invariants:
+- a_checkpoint_captures_one_moment: stream position and weights are taken at the same moment. The rows that they depend
+  on, and earlier reports, are on the topics before the manifest is written;
+- a_checkpoint_is_announced_after_it_is_written: the checkpoint contains its report, so a restart can announce it again.
 """
 
 import math
@@ -66,15 +66,15 @@ T = TypeVar("T")
 MakeReport = Callable[[], Awaitable[StepReport]]
 
 OFFSETS_INTERVAL_S = 1.0
-"""Offsets are for lag displays only, and make two more requests of a transaction."""
+"""Seconds between two commits of offsets: they are for lag displays only, and cost two requests in a transaction."""
 
 
 @dataclass(frozen=True)
 class LearningSettings:
-    """The settings of learning: the loop, the algorithm, the data that is taken, and what rewards weigh.
+    """The settings that shape learning: loop, algorithm, training, intake, batching, and the weights of rewards.
 
     Raises:
-        SettingsError: two of the settings contradict each other, or a function that one of them names is not there.
+        SettingsError: two of the settings contradict each other, or name a function that does not exist.
     """
 
     loop: LoopSettings
@@ -85,8 +85,8 @@ class LearningSettings:
     reward_weights: Mapping[str, float]
 
     def __post_init__(self) -> None:
-        algorithm_of(self.algorithm)  # one of the user's own may not be there, or not take its options
-        open_window(self.loop, self.ingest, lambda: 0)  # nor may a priority
+        algorithm_of(self.algorithm)  # raises if the user's own does not exist or refuses its options
+        open_window(self.loop, self.ingest, lambda: 0)  # the same for a priority function
         bound = self.max_age
         if self.training.weight_sync_steps > bound + 1:
             raise SettingsError(
@@ -97,17 +97,18 @@ class LearningSettings:
         if self.loop.num_generations == 1 and self.algorithm.dynamic_sampling:
             raise SettingsError(
                 "expected loop.num_generations of at least 2 with algorithm.dynamic_sampling, got 1: a group of one "
-                "sample has equal rewards, so every group would be skipped; raise the one or switch off the other"
+                "sample has equal rewards, so every group would be skipped; raise num_generations, or switch "
+                "dynamic_sampling off"
             )
 
     @property
     def max_age(self) -> int:
-        """Most optimizer steps that a token may be old where the trainer's own weights sample the stream."""
+        """The largest age of a token, in optimizer steps, where the trainer's own weights sample the stream."""
         return self.ingest.max_age(self.loop)
 
     @property
     def marks(self) -> str:
-        """Checksums of the settings that shape training, to notice a resume under others."""
+        """Checksums of the settings that shape training, to notice a resume with other settings."""
         return config_marks(
             {
                 "loop": self.loop,
@@ -121,11 +122,11 @@ class LearningSettings:
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """The run, and in whose name its trainer works.
+    """The run, and the policy that its trainer trains.
 
-    ``policy``: name of the trained policy. ``directory`` gets ``metrics.jsonl``, ``identity`` keeps which run that
-    directory is of; with ``adopt`` the trainer takes over a run that it finds on the topics and not here. ``servers``:
-    the broker as the user named it.
+    ``policy``: the trained policy's name. ``directory`` gets ``metrics.jsonl``. ``identity`` stores which run the
+    directory belongs to. With ``adopt`` the trainer takes over a run that is on the topics but not in this directory.
+    ``servers``: the broker as the user named it.
     """
 
     bus: Bus
@@ -138,21 +139,22 @@ class TrainedRun:
 
     @property
     def scope(self) -> str:
-        """Prefix of all that is the trainer's own: topics, groups, transactional ids."""
+        """Prefix of the trainer's own topics, groups and transactional ids."""
         return scope_of(self.name, self.policy)
 
     @property
     def named_policy(self) -> str | None:
-        """The policy's name as the trainer's messages carry it; None for the policy that the run began with."""
+        """The policy's name as the trainer's messages carry it; None for the policy that the run started with."""
         return policy_in(self.scope)
 
 
 @dataclass(frozen=True)
 class TrainerParts:
-    """Where the policy and its weights come from, are computed and are kept.
+    """Where the policy comes from, where it is computed, and where its checkpoints and weights are kept.
 
-    ``open_compute`` is for the policy, ``open_exporter`` for the export of its weights beside it; None: another of the
-    same kind. ``weights``: the store to which its weights go, above whose lineages its own begin; None: not known.
+    ``open_compute`` is for the policy, ``open_exporter`` for the export of its weights next to training; None: one more
+    of the same kind. ``weights``: the store that its weights go to; its lineage numbers start above those in the store.
+    None: not known.
     """
 
     open_policy: OpenPolicy
@@ -163,15 +165,15 @@ class TrainerParts:
 
 
 PartsOf = Callable[[bool], TrainerParts]
-"""A trainer's parts by whether its policy is served: its weights go to the relay's store then."""
+"""A trainer's parts by whether its policy is served; the weights of a served one go to the relay's store."""
 
 
 @dataclass(frozen=True)
 class TrainerContext:
-    """What a trainer is given: made once, and the same object for all that takes part in training.
+    """A trainer's settings and ports, made once and shared by all parts of training.
 
-    ``failpoint`` is called at each failpoint. ``clock`` tells the time of day, ``monotonic`` what a phase of a step
-    took; both in seconds.
+    ``failpoint`` is called at each failpoint. ``clock`` gives the time of day and ``monotonic`` measures phases of a
+    step, both in seconds.
     """
 
     settings: LearningSettings
@@ -184,7 +186,7 @@ class TrainerContext:
 
 
 async def hold_run(context: TrainerContext, compute: Compute) -> IdentityKeeper:
-    """Make sure that this directory holds the run, before anything is written and before anybody is fenced.
+    """Make sure that this directory holds the run, before anything is written and before any trainer is fenced.
 
     Raises:
         IdentityError: the topics belong to another run, or to lineages that this directory does not have.
@@ -198,7 +200,7 @@ async def hold_run(context: TrainerContext, compute: Compute) -> IdentityKeeper:
         adopt=run.adopt,
         servers=run.servers,
         clock=context.clock,
-        # Without a directory time is virtual, and what happens is not to depend on where it is computed.
+        # Without a directory time is virtual, and the run must not depend on the machine that computes it.
         holder=run.name if run.directory is None else here(run.directory),
         run_id=context.standing.run_id,
     )
@@ -208,7 +210,7 @@ async def hold_run(context: TrainerContext, compute: Compute) -> IdentityKeeper:
 
 
 async def open_announcements(context: TrainerContext) -> Announcements:
-    """The way to the steps topic. Opening its transactional id fences older trainers.
+    """Opens the publisher of the steps topic. Opening its transactional id fences older trainers.
 
     Raises:
         BusUnavailable: no broker answers.
@@ -221,30 +223,31 @@ async def open_announcements(context: TrainerContext) -> Announcements:
 async def open_session(
     context: TrainerContext, compute: Compute, exporter: Compute, announcements: Announcements, keeper: IdentityKeeper
 ) -> "TrainerSession":
-    """Claim the next lineage, restore the newest checkpoint, open the policy, and announce where it goes on.
+    """Claim the next lineage, restore the newest checkpoint, open the policy, and announce where training continues.
 
-    In this order, so that an older trainer is kept out before anything is read that it might still change: Kafka has
-    fenced its transactions (``open_announcements``), then its lineage is no longer the newest, and only then is the
-    checkpoint chosen.
+    The order keeps an older trainer out before this one reads anything that the older one might still change: first
+    Kafka fences its transactions (``open_announcements``), then its lineage is no longer the newest, and only then is
+    the checkpoint chosen.
 
     Raises:
-        CheckpointError: no checkpoint verifies, or it is of another run.
-        Superseded: a newer trainer has taken over meanwhile.
-        IdentityError: a lineage of the run began with other checkpoints meanwhile.
+        CheckpointError: no checkpoint verifies, or it belongs to another run.
+        Superseded: a newer trainer has taken over in the meantime.
+        IdentityError: another trainer started a lineage of the run from other checkpoints in the meantime.
     """
     context.failpoint(Failpoint.FENCED)
-    assert keeper.identity is not None, "the run is held before a lineage of it begins"
+    assert keeper.identity is not None, "the run must be held before a lineage of it starts"
     parts, above = context.parts, max(keeper.identity.lineages_before, context.standing.above_lineage)
 
     def claim() -> Lineage:
-        # Also above what lies where its weights will: of an earlier life whose checkpoints are gone, or another's.
+        # Also above the lineages in its weights' store: they may be of an earlier trainer whose checkpoints are gone,
+        # or of another run.
         in_store = 0 if parts.weights is None else newest_lineage(parts.weights)
         return parts.checkpoints.claim_lineage(at_least=max(above, in_store) + 1, now=context.clock())
 
     lineage = await compute(claim)
-    # Before the first announcement: one that has to open its transactional id again fences whoever holds it then.
+    # Before the first announcement: if that must open its transactional id again, it fences the id's present holder.
     announcements.announcer.guard_with(lambda: compute(lineage.check), lambda: keeper.check(lineage.number))
-    # Here for those who share these checkpoints, and now on the topic for those who do not.
+    # The claim above stops trainers that share these checkpoints; this one, on the topic, stops all others.
     await keeper.claim(lineage.number, lineage.claim_id)
     context.failpoint(Failpoint.LINEAGE_CLAIMED)
     restored = await compute(parts.checkpoints.newest)
@@ -262,11 +265,11 @@ async def open_session(
 
 
 class TrainerSession:
-    """``version`` is that of the weights in memory, and changes on the event loop only.
+    """``version``: of the weights in memory; it changes on the event loop only.
 
-    The durable frontier is the newest manifest's, where a restart goes on; the live one is ``reader.ledger.frontier``.
-    ``report``: of the last step taken, once its weights are exported; ``export_s``: what the last export took, in the
-    background; ``refused_in_a_row``: gradients since then that were not applied.
+    A restart continues from the durable frontier, in the newest manifest; the live one is ``reader.ledger.frontier``.
+    ``report``: of the last step taken, once its weights are exported. ``export_s``: seconds that the last background
+    export took. ``refused_in_a_row``: gradients not applied since the last step taken.
     """
 
     def __init__(
@@ -280,7 +283,7 @@ class TrainerSession:
         policy: Policy,
         restored: RestoredCheckpoint | None,
     ) -> None:
-        assert keeper.identity is not None, "the run is held before a session of it begins"
+        assert keeper.identity is not None, "the run must be held before a session of it starts"
         manifest = restored.state.manifest if restored else None
         settings, standing = context.settings, context.standing
         self.keeper = keeper
@@ -297,15 +300,15 @@ class TrainerSession:
         self.report: StepReport | None = None
         self.export_s = 0.0
         self.refused_in_a_row = 0
-        in_whole, training = settings.loop.mode == "synchronous", settings.training
-        self.batcher = MicroBatcher(settings.batching, in_whole, training.ranks, training.packing)
+        is_synchronous, training = settings.loop.mode == "synchronous", settings.training
+        self.batcher = MicroBatcher(settings.batching, is_synchronous, training.ranks, training.packing)
         self.versions = standing.versions(lambda: self.served_version, settings.max_age)
         orphans_through = standing.orphans_through(keeper.identity)
         self.reader = TrajectoryReader(
             ReadStream(context.run.bus, context.run.name, context.run.scope, settings.algorithm.name),
             IntakeRules(settings.loop, settings.ingest, settings.reward_weights, orphans_through),
             self.versions,
-            lambda: self.version.number,  # asked for each row: it moves with every step
+            lambda: self.version.number,  # called for each row, since every step changes it
             reader_snapshot(manifest, restored.state.reader if restored else {}, lineage.number),
             clock=context.clock,
             monotonic=context.monotonic,
@@ -314,11 +317,11 @@ class TrainerSession:
         self._ancestry = Ancestry(None, 0)
         if restored is not None and manifest is not None:
             self._ancestry = Ancestry(manifest.policy_version, manifest.skips.count, restored.undoes)
-        self._checkpointed_step = policy.step  # the one restored; at 0 the initial model serves
+        self._checkpointed_step = policy.step  # the restored one; step 0 is the initial model and needs no checkpoint
         self._offsets_announced_at = -math.inf
 
     def published_weights(self, sha256: str | None = None, digests: dict[str, str] | None = None) -> PublishedWeights:
-        """What the weights in memory are known by. ``sha256``: of their manifest; None: they are not exported yet."""
+        """The names of the weights in memory. ``sha256``: of their manifest; None: they are not exported yet."""
         served_as = None if self._shift is None else self.served_version
         policy = self.context.run.named_policy
         return PublishedWeights(self.version, sha256, digests or {}, self.is_finished, policy, served_as)
@@ -330,7 +333,7 @@ class TrainerSession:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the last step was taken."""
+        """Whether the run's last step was taken."""
         return self.policy.step >= self.context.settings.training.max_steps
 
     def note_refused(self) -> None:
@@ -344,18 +347,18 @@ class TrainerSession:
         return self.report
 
     def advance(self, tokens: int) -> None:
-        """Name the weights after the step just taken, with the tokens it was computed of."""
+        """Number the weights after the step just taken; ``tokens``: those that the step was computed from."""
         self.version = PolicyVersion(self.lineage.number, self.policy.step)
         self.tokens_seen += tokens
         self.refused_in_a_row = 0
 
     async def announce_start(self, restored: RestoredCheckpoint | None, carried: Translation | None) -> None:
-        """Announce the checkpoint's report again, and that this lineage goes on from there.
+        """Announce the checkpoint's report again, and then that this lineage continues from it.
 
-        ``carried``: what was finished on another cluster, if this is not the one of the checkpoint.
+        ``carried``: records finished on another cluster, if the checkpoint was written with that one.
         """
         run, name, clock = self.context.run, self.context.settings.algorithm.name, self.context.clock
-        # First the weights, then word of them: whoever reads the report may fetch them at once.
+        # First the weights, then the report: its readers may fetch them at once.
         snapshot = await self.compute(self.policy.snapshot)
         sha256 = await self._export(snapshot, self.served_version)
         self.context.failpoint(Failpoint.START_EXPORTED)
@@ -367,20 +370,20 @@ class TrainerSession:
         first = first_report(name, weights, ancestry, self.reader.ledger.prompt_cursor, self.run_id, clock())
         records = [Outgoing.of(topic, message, key=name) for message in (*parts, first)]
         if restored is not None and restored.state.report:
-            # The crash may have come between the checkpoint and its announcement; readers ignore a repeat.
+            # The crash may have come between the checkpoint and its announcement. Readers ignore a repeated report.
             again = Outgoing(topic, restored.state.report, name, headers=headers_of(StepReport))
             records.insert(0, again)  # in front: the first report names that step as its parent
         await self.announcements.post(partial(_made, records), {})
-        # Waited for: no step is taken of a lineage that the topic does not know.
+        # Wait: this lineage takes no step before the topic knows it.
         await self.announcements.settled()
         self.context.failpoint(Failpoint.START_ANNOUNCED)
 
     async def copy_weights(self) -> WeightSnapshot | None:
-        """A copy of the weights to be exported, or to make checksums of; none if neither is wanted of this step.
+        """A copy of the weights to export or to make checksums of; None if this step needs neither.
 
-        Waits for the export before, whose memory the copy takes: so at most one is under way, and exports that take
-        longer than a step hold the trainer up instead of piling up. None is left out for the next one: a step without
-        weights may be the one that generation waits for (``training.weight_sync_steps``).
+        Waits for the previous export, whose memory the copy reuses. So at most one export runs, and exports that take
+        longer than a step delay the trainer instead of piling up. No export is dropped in favour of the next one:
+        generation may be waiting for exactly this version (``training.weight_sync_steps``).
         """
         await self.announcements.made()
         if not self.context.settings.training.tensor_digests and not self._is_export_due:
@@ -389,32 +392,32 @@ class TrainerSession:
 
     @property
     def _is_export_due(self) -> bool:
-        # The last step's weights go out in any case: the end of a run is announced with them.
+        # The last step's weights are always exported: the end of a run is announced with them.
         return self.policy.step % self.context.settings.training.weight_sync_steps == 0 or self.is_finished
 
     def exporting(self, snapshot: WeightSnapshot | None, draft: StepReport) -> MakeReport:
-        """What exports the weights of the step just taken, and then makes its report of the draft.
+        """A function that exports the weights of the step just taken, and then completes its report from the draft.
 
-        It raises ``Superseded`` if a newer lineage exists; its trainer removes what it finds half written.
+        It raises ``Superseded`` if a newer lineage exists, whose trainer removes half-written files.
         """
-        # Asked now: the next step may have been taken by the time that it is called.
+        # Decided now: the next step may have been taken before the function is called.
         return partial(self._exported, snapshot, draft, is_due=self._is_export_due)
 
     async def _exported(self, snapshot: WeightSnapshot | None, draft: StepReport, *, is_due: bool) -> StepReport:
-        began = self.context.monotonic()
+        started_at = self.context.monotonic()
         version = draft.served_as or draft.version
         sha256 = None
         if snapshot is not None and is_due:
             try:
                 sha256 = await self._export(snapshot, version)
             except LateExport as error:
-                # Newer weights of another trainer are there already: no worker waits for these.
+                # The store already holds newer weights of another trainer: no worker waits for these.
                 log.warning("weights not exported", version=str(version), error=str(error))
         self.context.failpoint(Failpoint.WEIGHTS_EXPORTED)
         digests = {} if snapshot is None else await self._digests(snapshot)
         self.context.failpoint(Failpoint.DIGESTS_MADE)
         self.report = draft.replace(manifest_sha256=sha256, digests=digests)
-        self.export_s = self.context.monotonic() - began
+        self.export_s = self.context.monotonic() - started_at
         self.context.failpoint(Failpoint.REPORT_MADE)
         return self.report
 
@@ -422,7 +425,7 @@ class TrainerSession:
         try:
             return await self.exporter(snapshot.export, version, self.context.clock())
         except Exception:
-            # A newer trainer clears the leftovers of this one's export: that must be told from a broken disk.
+            # A newer trainer may have cleared this one's files, which looks like a broken disk but is not.
             await self.check_lineage()
             raise
 
@@ -430,7 +433,7 @@ class TrainerSession:
         return await self.exporter(snapshot.digests) if self.context.settings.training.tensor_digests else {}
 
     async def check_lineage(self) -> None:
-        """Make sure that nobody has taken over; what cannot be asked now is asked before anything is kept.
+        """Check that no newer trainer has taken over. If storage or broker fail, only log: writes check again.
 
         Raises:
             Superseded: a newer lineage exists.
@@ -442,7 +445,7 @@ class TrainerSession:
             log.warning("not known whether another trainer has taken over", error=str(error))
 
     async def announce(self, message: StepReport | RefusedStep | MakeReport) -> None:
-        """Put a report on the steps topic, after those before it. What is left of making it goes on beside training."""
+        """Queue a report for the steps topic, after earlier ones. If it is still to be made, training does not wait."""
         make = partial(_made, message) if isinstance(message, StepReport | RefusedStep) else message
         offsets = self.reader.offsets() if self._are_offsets_due() else {}
         await self.announcements.post(partial(self._records, make), offsets)
@@ -462,15 +465,15 @@ class TrainerSession:
 
     @property
     def is_checkpoint_due(self) -> bool:
-        """Whether the step just taken is to be kept."""
+        """Whether the step just taken gets a checkpoint."""
         return self.policy.step % self.context.settings.training.checkpoint_every == 0 or self.is_finished
 
     async def checkpoint_if_due(self) -> bool:
-        """Write a checkpoint when the step just taken is to be kept; false if that failed and may fail.
+        """Write a checkpoint if the step just taken gets one; false if it failed and the run can continue without it.
 
         Raises:
-            CheckpointError: it could not be written, and ``training.on_checkpoint_failure`` is ``stop``, or the run
-                would end without it.
+            CheckpointError: it could not be written, and ``training.on_checkpoint_failure`` is ``stop`` or this was the
+                run's last step.
             Superseded: a newer trainer has taken over.
         """
         if not self.is_checkpoint_due:
@@ -480,33 +483,34 @@ class TrainerSession:
         except CheckpointError as error:
             if self.context.settings.training.on_checkpoint_failure == "stop" or self.is_finished:
                 raise
-            log.error("checkpoint failed, going on without it", step=self.policy.step, error=str(error))
+            log.error("checkpoint failed, continuing without it", step=self.policy.step, error=str(error))
             return False
         return True
 
     async def checkpoint(self) -> None:
         """Write a checkpoint of this moment, unless this step has one already.
 
-        The snapshot comes first, before anything is awaited: reading goes on meanwhile, and what it finishes later is
-        not in it. Then everything that the snapshot claims is made sure of, and the manifest is written last.
+        The reader's snapshot is taken first, before anything is awaited: reading continues in the meantime, and records
+        that it finishes later are not in the snapshot. Then the rows and reports that the snapshot relies on are
+        confirmed, and the manifest is written last.
 
         Raises:
-            CheckpointError: it could not be written; older ones are as they were.
+            CheckpointError: it could not be written; older ones are unchanged.
             Superseded: a newer trainer has taken over.
-            BusError: the broker does not take what the checkpoint rests on.
+            BusError: the broker does not accept the rows and reports that the checkpoint relies on.
         """
-        # A stop may come right after a step whose checkpoint was due, or before this process took any.
+        # The step has one if a stop comes right after a due checkpoint, or before this process took a step.
         if self.policy.step == self._checkpointed_step:
             return
         context = self.context
         snapshot = self.reader.snapshot()
         context.failpoint(Failpoint.SNAPSHOT_TAKEN)
-        # A restart announces this step's report again, and none before it: those have to be on the topic by now.
+        # A restart announces only this step's report again, so earlier ones must be on the topic by now.
         await self.announcements.settled()
-        # The snapshot's records are never read again, so a row lost now would be a record without an outcome.
+        # The snapshot's records are never read again, so a row lost now would leave a record without an outcome.
         await self.reader.flush()
         context.failpoint(Failpoint.ROWS_SETTLED)
-        assert self.report is not None, "a step was taken, and its report is made by the time that it is settled"
+        assert self.report is not None, "a step was taken, and its report is complete once announcements have settled"
         manifest = CheckpointManifest(
             run=context.run.scope,
             run_id=self.run_id,
@@ -528,5 +532,5 @@ class TrainerSession:
 
 
 async def _made(value: T) -> T:
-    """What needs no making, for those who await it."""
+    """A finished value, where an awaitable is expected."""
     return value

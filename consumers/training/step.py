@@ -1,20 +1,20 @@
 """One optimizer step: gradients of micro-batches are summed un-normalised, then scaled, clipped and applied.
 
-What the losses average over (sequences or tokens of the whole batch, a deviation of all its rewards) is known only
-when the last micro-batch is in. Since a gradient is linear in its loss, the division may come then: each micro-batch
-adds the gradient of a plain sum, and ``finish_step`` multiplies the total by one number.
+The losses divide by a count of sequences or tokens of the whole batch, or by a deviation of all its rewards. These are
+known only when the last micro-batch is in. A gradient is linear in its loss, so the division can come last: each
+micro-batch adds the gradient of a plain sum, and ``finish_step`` multiplies the total by one number.
 
-That is so while a step is one update of credit that each sequence has by itself (``Algorithm.is_separable``). Otherwise
-micro-batches are held, and only what needs no other sequence is computed as they come: log-probs of the policy, the
-reference and the teacher, and the critic's values. ``finish_step`` then settles the credit of the whole batch and
-takes ``num_iterations`` x ``num_mini_batches`` updates, each with the sums of its own rows.
+This holds while a step is one update and each sequence has its own credit (``Algorithm.is_separable``). Otherwise
+micro-batches are held. As they come, only values that need no other sequence are computed: log-probs of the policy, the
+reference and the teacher, and the critic's values. ``finish_step`` then computes the credit of the whole batch and
+makes ``num_iterations`` x ``num_mini_batches`` updates, each with the sums of its own rows.
 
-Shapes: B rows of S tokens, of which A rows are active. Knows no bus and no files. Invariants:
+Shapes: B rows of S tokens; A of the rows are active. Knows no bus and no files. Invariants:
 - accumulated_micro_batches_equal_one_batch: the step does not depend on how its batch was split;
-- what_does_not_fit_counts_for_nothing: after ``OutOfMemory`` sums and metrics are as before; the gradient too, unless
-  the error says that it is lost, since memory may run out when half of the layers have theirs;
+- an_oversized_micro_batch_leaves_the_sums_unchanged: after ``OutOfMemory`` sums and metrics are as before. So is the
+  gradient, unless the error says that it is lost: memory may run out when half of the layers have added theirs;
 - a_bad_gradient_changes_nothing: NaN or infinity in loss or gradient, or a norm far above the recent ones, leaves
-  weights and moments as they were; of several updates, each for itself, and a step without any update is not taken.
+  weights and moments unchanged. Each of several updates is judged separately; a step without any update is not taken.
 """
 
 import gc
@@ -63,13 +63,13 @@ from streamrl.schemas.errors import OutOfMemory
 from streamrl.schemas.identifiers import group_id_of
 
 Scorer = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Token ids, mask and temperatures to log-probs and a sum of entropies, as ``CompletionScorer`` computes them."""
-MAX_SAID = 300
-"""Characters of what an allocator says, which may list all of the device's memory."""
+"""Maps token ids, mask and temperatures to log-probs and a sum of entropies, as ``CompletionScorer`` does."""
+MAX_MESSAGE = 300
+"""Most characters kept of an allocator's message, which may list all of the device's memory."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out; only CUDA's allocator has a class of its own for that."""
+    """Whether memory ran out; only CUDA's allocator raises a class of its own."""
     words = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
 
@@ -79,7 +79,7 @@ def _turn_rewards(batch: MicroBatch) -> Tensor | None:
 
 
 class PolicyLearner:
-    """Model, optimizer and the gradient being gathered. Not safe for two threads at once."""
+    """Model, optimizer and the gradient being accumulated. Not thread-safe."""
 
     def __init__(
         self,
@@ -130,10 +130,10 @@ class PolicyLearner:
         Samples whose advantage is 0 have no gradient unless there is a KL term; they count, but are not computed.
 
         Raises:
-            OutOfMemory: it does not fit; see what_does_not_fit_counts_for_nothing.
+            OutOfMemory: it does not fit; see an_oversized_micro_batch_leaves_the_sums_unchanged.
         """
         mask = torch.tensor(batch.loss_mask)  # float32 [B, S]
-        mask[:, 0] = 0.0  # the first token has nothing before it to be predicted from
+        mask[:, 0] = 0.0  # no token comes before the first one, to predict it from
         has_tokens = mask.sum(dim=1) > 0  # bool [B]
         active = self._active(batch, has_tokens)
         shortage = None
@@ -142,8 +142,8 @@ class PolicyLearner:
         elif active.any():
             shortage = self._backward(batch, mask, active)
         if shortage is not None:
-            # Raised out here, where no frame of the traceback holds activations; and what is free by now is given
-            # back, since pieces of what did not fit would stand in the way of what does.
+            # Raised here, where no frame of the traceback holds activations. Cached memory is released first: fragments
+            # of the failed attempt could keep a smaller micro-batch from fitting.
             self._free_memory()
             raise shortage
         self._sequences += int(has_tokens.sum())
@@ -165,15 +165,15 @@ class PolicyLearner:
     def _backward(
         self, batch: MicroBatch, mask: Tensor, active: Tensor, held: HeldBatch | None = None
     ) -> OutOfMemory | None:
-        """Add the gradient of the active rows, or say that memory does not hold them."""
-        begun = False
+        """Add the gradient of the active rows; returns the error if they do not fit into memory."""
+        has_gradient = False
         try:
             sums, mask = self._forward(batch, mask, active, held)
-            begun = True
+            has_gradient = True
             sums.loss.backward()
             value_loss = self._critic_backward(held, active) if held is not None else None
         except (RuntimeError, MemoryError) as error:
-            return self._shortage(error, batch, active, gradient_lost=begun)
+            return self._shortage(error, batch, active, gradient_lost=has_gradient)
         self._sums.loss += sums.loss.detach()
         if value_loss is not None:
             self._sums.value_loss += value_loss
@@ -187,10 +187,10 @@ class PolicyLearner:
     ) -> OutOfMemory:
         if not is_out_of_memory(error):
             raise error
-        said = (str(error).strip() or type(error).__name__).splitlines()[0][:MAX_SAID]
+        message = (str(error).strip() or type(error).__name__).splitlines()[0][:MAX_MESSAGE]
         return OutOfMemory(
             f"expected a micro-batch of {int(rows.sum())} samples, {batch.num_tokens} tokens, to fit into "
-            f"memory, got: {said}; lower batching.token_budget or set training.gradient_checkpointing",
+            f"memory, got: {message}; lower batching.token_budget or set training.gradient_checkpointing",
             gradient_lost=gradient_lost,
         )
 
@@ -237,7 +237,7 @@ class PolicyLearner:
 
     def _rows(self, batch: MicroBatch, active: Tensor) -> Callable[[Any], Tensor]:
         device = self.model.device
-        # The longest of the rows that are left, which may be shorter than the micro-batch was padded to.
+        # The longest of the active rows, which may be shorter than the padded micro-batch.
         width = int(torch.as_tensor(batch.lengths)[active].max())
 
         def rows(array: Any) -> Tensor:
@@ -257,14 +257,14 @@ class PolicyLearner:
         with torch.no_grad():
             return scorer(input_ids, mask, temperatures)[0]
 
-    # What is held: the tensors of the step's start, the credit of the whole batch, and the updates.
+    # Held micro-batches: the tensors of the step's start, the credit of the whole batch, and the updates.
 
     @property
     def _keeps_proximal(self) -> bool:
         return self._settings.ratio == "proximal" and self._settings.updates_per_step > 1
 
     def _hold(self, batch: MicroBatch, mask: Tensor, *, is_computed: bool) -> OutOfMemory | None:
-        """Compute what needs no other sequence; or say that memory does not hold it."""
+        """Compute the values that need no other sequence; returns the error if these do not fit into memory."""
         everything = torch.ones(len(batch.refs), dtype=torch.bool)
         start = StepTensors(torch.as_tensor(batch.advantages), mask, turn_rewards=_turn_rewards(batch))
         try:
@@ -291,7 +291,7 @@ class PolicyLearner:
         return StepTensors(scores, mask, start, reference, teacher, values, _turn_rewards(batch))
 
     def _settle_credit(self) -> dict[str, float]:
-        """Advantages and returns of all that is held, and what they look like."""
+        """Set advantages and returns of all held micro-batches; returns metrics of them."""
         masks = [held.mask for held in self._held]
         for held in self._held:
             held.advantages, held.returns = self.algorithm.token_advantages(held.start)
@@ -311,7 +311,7 @@ class PolicyLearner:
         return metrics
 
     def _gather(self, parts: list[HeldRows], *, is_first: bool) -> str:
-        """Add up the gradient of one update; why it could not be, or nothing."""
+        """Add up the gradient of one update; returns the problem, empty if there is none."""
         if self.algorithm.is_pairwise:
             self._pairs = self._pair_terms(parts, is_first=is_first)
         waiting, done = deque(parts), list[HeldRows]()
@@ -348,7 +348,7 @@ class PolicyLearner:
         loss.backward()
         return loss.detach()
 
-    # Preferences: a pair's rows may be in different micro-batches, so its slope is found before any gradient.
+    # Preferences: a pair's rows may be in different micro-batches, so its slope is computed before any gradient.
 
     def _pair_terms(self, parts: list[HeldRows], *, is_first: bool) -> dict[str, PairTerms]:
         better: dict[str, float] = {}
@@ -363,7 +363,7 @@ class PolicyLearner:
 
     @torch.no_grad()
     def _scores_now(self, part: HeldRows, *, is_first: bool) -> Tensor:
-        """Scores log pi / ref of the part's rows as the policy is now, float64 [A]."""
+        """Scores log pi / ref of the part's rows under the present policy, float64 [A]."""
         held = part.held
         logprobs = held.start.start_logprobs
         if not is_first:
@@ -397,7 +397,7 @@ class PolicyLearner:
         return preference_losses(scores, scores.new_tensor(slopes), scores.new_tensor(halves), tokens)
 
     def discard(self) -> None:
-        """Drop the gathered gradient, and what is held."""
+        """Drop the accumulated gradient and the held micro-batches."""
         self._clear_gradients()
         self._reset_sums()
 
@@ -407,9 +407,9 @@ class PolicyLearner:
             self.critic.clear()
 
     def finish_step(self, reward_deviation: float, observe: Callable[[], None] = lambda: None) -> StepOutcome:
-        """Normalise, clip and apply the gathered gradient; ``reward_deviation`` is of all rewards of the batch.
+        """Normalise, clip and apply the accumulated gradient; ``reward_deviation``: of all rewards of the batch.
 
-        ``observe`` is called when the scaled gradient of the step's first update lies on the model.
+        ``observe`` is called when the model holds the scaled gradient of the step's first update.
         """
         totals = BatchTotals(self._sequences, self._tokens)
         if self.algorithm.is_separable:
@@ -421,7 +421,7 @@ class PolicyLearner:
                 problem = self._gather(parts, is_first=not log.updates)
                 log.pairs.append(self._pairs)
                 self._update(log, totals_of(parts), problem, reward_deviation, observe)
-            if not log.updates:  # nothing is trained at all: as a batch without any gradient, it is still a step
+            if not log.updates:  # nothing is trained, which is still a step, like a batch without any gradient
                 self._update(log, BatchTotals(0, 0), "", reward_deviation, observe)
         metrics = self._metrics(log)
         if log.applied:
@@ -437,11 +437,11 @@ class PolicyLearner:
         reward_deviation: float,
         observe: Callable[[], None],
     ) -> None:
-        """Apply what was gathered, unless there is a problem; it is gone afterwards, and noted in the log."""
+        """Apply the accumulated gradient, unless there is a problem; then clear it, and note the update in the log."""
         # The loss is the sum of token losses / denominator. With ``scale_rewards="batch"`` the advantages, which were
-        # only centred so far, are divided by sd + 1e-4 as well: A / k with k > 0 makes each token loss, a minimum of
-        # multiples of A, 1 / k of what it was. (A KL term would not shrink with it; settings refuse the two together.)
-        # So one factor turns the gathered gradient into that of the loss.
+        # only centred so far, are divided by k = sd + 1e-4 as well. Each token loss is a minimum of multiples of A, so
+        # A / k with k > 0 scales it by 1 / k. (A KL term would not scale with it; settings refuse the two together.)
+        # So one factor turns the accumulated gradient into that of the loss.
         scale = 1.0 / denominator(self._settings, totals, self._max_completion_length)
         if self._settings.scale_rewards == "batch":
             scale /= reward_deviation + SCALE_EPSILON
@@ -482,18 +482,18 @@ class PolicyLearner:
         return metrics | (log.token_means() if log.sums else {})
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """AdamW's state as ``<parameter>.<moment>``, on the CPU, the recent gradient norms, and all of the critic."""
+        """AdamW's state as ``<parameter>.<moment>``, the recent gradient norms, and the critic's state; on the CPU."""
         return self._optimizer.tensors() | ({} if self.critic is None else self.critic.tensors())
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what ``optimizer_tensors`` gave; parameters it leaves out start afresh."""
+        """Restore what ``optimizer_tensors`` returned; parameters missing from it start with fresh state."""
         self._optimizer.load(tensors)
         if self.critic is not None:
             self.critic.load(tensors)
 
     @torch.no_grad()
     def row_losses(self, batch: MicroBatch) -> list[RowLoss]:
-        """Each row's share of the sums; of an algorithm whose credit needs no other sequence."""
+        """Each row's share of the sums. The algorithm's credit must need no other sequence."""
         assert self.algorithm.is_separable
         mask = torch.tensor(batch.loss_mask)
         mask[:, 0] = 0.0
@@ -503,7 +503,7 @@ class PolicyLearner:
         for number in range(len(batch.refs)):
             row = tokens.row(number)
             sums, count = token_losses(self._settings, row, self.algorithm.surrogate), int(mask[number].sum())
-            # Over no token at all the maximum is -inf.
+            # The maximum over no tokens is -inf.
             largest = float(sums.metrics["ratio_max"]) if count else 0.0
             found.append(RowLoss(count, float(sums.loss), float(sums.metrics["ratio"]), largest))
         return found

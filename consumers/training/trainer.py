@@ -1,8 +1,12 @@
 """The trainer's driver: groups in, weight versions and step reports out. Knows no torch, no threads and no files.
 
-A process begins so (``hold_run``, ``open_session``): make sure that its directory holds the run, fence older trainers
-in Kafka (by the transactional id), claim the next lineage, restore the newest checkpoint, open the policy, export its
-weights, announce the checkpoint's report again and then the lineage's first.
+A process starts with these acts (``hold_run``, ``open_announcements``, ``open_session``):
+ - make sure that its directory holds the run;
+ - fence older trainers in Kafka, by the transactional id;
+ - claim the next lineage;
+ - restore the newest checkpoint, and open the policy;
+ - export its weights;
+ - announce the checkpoint's report again, and then the lineage's first report.
 
 One optimizer step, in this order:
  1. take a group, oldest first or as ``ingest.sampling`` says;
@@ -14,15 +18,18 @@ One optimizer step, in this order:
  7. make the step's report;
  8. write a checkpoint when one is due, with the report in it;
  9. announce: the report, and once a second the offsets, in one short transaction.
-But for the copy, 6, 7 and 9 may last while the next groups are taken; of a step with a checkpoint only 9 may, since
-the checkpoint has the report in it. A version is announced when it can be fetched, and after those before it.
-So whatever is announced as kept is kept, a restart announces again what a crash cut off, and what was announced and
-not kept belongs to an orphaned lineage. Nothing here waits for a worker. ``failpoints.py`` names the moments between
-these acts; a process that dies at any of them is resumed without loss or repeat.
+Export, report and announcement (6 after the copy, 7 and 9) may run while the next groups are taken. In a step with a
+checkpoint only 9 may, because the checkpoint contains the report. A version is announced when it can be fetched, and
+after all earlier versions.
 
-``Trainer`` drives; ``Gatherer`` does numbers 1 to 3. What the modes of the loop differ in here is when a micro-batch
-is cut: ``synchronous`` takes all groups of the step before its first one; the others begin as soon as there is one
-worth computing, and never let the device wait for a better one.
+So a step announced with a checkpoint has one, and a restart announces again the report that a crash cut off. Steps that
+were announced after the last checkpoint belong to an orphaned lineage. Nothing here waits for a worker.
+``failpoints.py`` names the moments between these acts; a process that dies at any of them is resumed without loss or
+repeat.
+
+``Trainer`` drives; ``Gatherer`` does numbers 1 to 3. The modes of the loop differ here only in when a micro-batch is
+cut. ``synchronous`` takes all groups of the step before the first cut. The others cut as soon as a micro-batch is worth
+computing, and never let the device wait for a better one.
 """
 
 import asyncio
@@ -55,13 +62,14 @@ from streamrl.schemas.reports import SkipReason, StepReport
 log = structlog.get_logger()
 
 MAX_EXCLUDED = 8
-"""Groups of one step that memory may not hold: more, and hardly anything of such lengths can be trained there."""
+"""Most groups of one step that may be skipped because they do not fit into memory; more than that ends the run."""
 IDLE_S = 5.0
-"""How long a trainer waits for a group before it asks whether another has taken over: rare enough for object stores."""
+"""Seconds between two checks, while waiting for a group, whether another trainer has taken over; object stores bill
+requests, so not often."""
 
 
 class Trainer:
-    """One consumer of the stream. ``session``: what it holds of the run, while it trains; None before and after."""
+    """One trainer process. ``session``: its part of the run while it trains; None before and after."""
 
     def __init__(self, context: TrainerContext) -> None:
         self.context = context
@@ -70,7 +78,7 @@ class Trainer:
 
     @property
     def version(self) -> PolicyVersion | None:
-        """That of its weights, also once it has ended; None before it holds a lineage."""
+        """The version of its weights, also after it has ended; None before it holds a lineage."""
         return self._last_version if self.session is None else self.session.version
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -80,7 +88,7 @@ class Trainer:
         Produces: steps, skips and dead letters; the run's identity on control; weight versions, checkpoints,
             ``metrics.jsonl``.
         Waits for: groups of samples.
-        On failure: raises; a restart goes on from the newest checkpoint under the next lineage.
+        On failure: raises; a restart continues from the newest checkpoint under the next lineage.
         On stop: finishes the step if its batch is complete, drops its gradient otherwise, writes a checkpoint.
         """
         context, parts = self.context, self.context.parts
@@ -95,7 +103,7 @@ class Trainer:
                 self._last_version, self.session = self.version, None
                 await announcements.close()
         finally:
-            # Last: an announcement under way asks in this thread whether its lineage is still the newest.
+            # Last: an announcement under way uses this thread to check that its lineage is still the newest.
             exporter.close()
             compute.close()
 
@@ -104,17 +112,17 @@ class Trainer:
         reading = asyncio.create_task(session.reader.run(stop_reading))
         try:
             await self._steps_loop(session, stop)
-            # While the reader still runs: the checkpoint waits for rows that go out through its publisher.
+            # While the reader still runs: the checkpoint waits for rows that the reader publishes.
             await session.checkpoint()
             await session.announcements.settled()
             self.context.failpoint(Failpoint.LAST_ANNOUNCED)
         finally:
             stop_reading.set()
             try:
-                # Also when the trainer is cancelled again: no reader goes on with what the trainer closes.
+                # Also when the trainer is cancelled again: the reader must not use what the trainer then closes.
                 await until_ended([reading])
             finally:
-                # Only logged: what ended the trainer must not give way to what ended its reader.
+                # Only logged: the reader's error must not hide the error that ended the trainer.
                 if not reading.cancelled() and (error := reading.exception()) is not None:
                     log.error("reading trajectories failed", error=str(error))
         self.context.failpoint(Failpoint.READING_ENDED)
@@ -158,8 +166,7 @@ class Trainer:
         if session.is_checkpoint_due:
             with timer.measure("broadcast_weights"):
                 report = await make_report()
-            # Before the announcement: a crash between the two then loses neither, since the checkpoint holds the
-            # report.
+            # Before the announcement: a crash between the two loses neither, since the checkpoint contains the report.
             with timer.measure("save_ckpt"):
                 is_kept = await session.checkpoint_if_due()
             if not is_kept:
@@ -169,7 +176,7 @@ class Trainer:
             await session.announce(report)
             if settings.training.announce == "plain":
                 await session.reader.commit()
-        # The metrics of the report were gathered before these, so only the file has all of their times.
+        # The report's metrics were made before these phases ended, so only the file has their times.
         late = {f"time/{name}": timer.seconds.get(name, 0.0) for name in ("broadcast_weights", "save_ckpt", "announce")}
         self._write_metrics(session.policy.step, metrics | late, timer.spans)
         context.failpoint(Failpoint.METRICS_WRITTEN)
@@ -186,7 +193,7 @@ class Trainer:
             **gathered.timings(),
             **await session.reader.metrics(),
             "num_tokens": float(session.tokens_seen),
-            "time/export_weights": session.export_s,  # of the version before, beside the step
+            "time/export_weights": session.export_s,  # of the previous version, exported during this step
             "ledger/trained": float(sum(len(batch) for batch in gathered.micro_batches)),
             "ledger/groups": float(len(gathered.groups)),
             "lineage/number": float(session.lineage.number),
@@ -195,7 +202,7 @@ class Trainer:
         }
 
     def _write_metrics(self, step: int, metrics: dict[str, float], spans: Sequence[PhaseSpan]) -> None:
-        """For displays; the report has them too, so a full disk is not worth the step."""
+        """Append metrics for displays. The report has them too, so a full disk does not stop the step."""
         directory = self.context.run.directory
         if directory is None:
             return
@@ -205,7 +212,7 @@ class Trainer:
             log.error("metrics not written", step=step, error=str(error))
 
     async def _refuse_step(self, session: TrainerSession, gathered: GatheredStep, outcome: StepOutcome) -> None:
-        """Number 4, when the gradient is not fit to be applied."""
+        """Number 4, when the gradient cannot be applied."""
         context, ledger = self.context, session.reader.ledger
         session.note_refused()
         log.error("step not taken, its groups are skipped", step=session.policy.step + 1, problem=outcome.problem)
@@ -217,7 +224,7 @@ class Trainer:
             refused_step(name, session.version, gathered, outcome.problem, outcome.metrics, now, policy)
         )
         if session.refused_in_a_row >= context.settings.training.max_skipped_steps:
-            # Closing gives up an announcement that is under way, and the error below points to this one.
+            # Closing drops an announcement that is under way, but the error below refers to this one.
             await session.announcements.settled()
             raise StreamRLError(
                 f"expected gradients that can be applied, got {session.refused_in_a_row} in a row that cannot, the "
@@ -231,9 +238,10 @@ class Trainer:
 class Gatherer:
     """Takes the groups of one step and adds up their gradients. Applies nothing, announces nothing.
 
-    A micro-batch that memory does not hold is split, since halves of a sum add up to it; the group of a sample that
-    does not fit by itself is skipped, and another one takes its place. ``too_large``: tokens, with padding, of the
-    smallest micro-batch that did not fit: such ones are split before they are tried. ``has_begun``: a group has come.
+    A micro-batch that does not fit into memory is split: the gradient is a sum, so two halves add up to it. If a single
+    sample does not fit, its group is skipped, and another group takes its place. ``too_large``: tokens, with padding,
+    of the smallest micro-batch that did not fit; one that is not smaller is split at once. ``has_begun``: the first
+    group has arrived.
     """
 
     session: TrainerSession
@@ -241,7 +249,7 @@ class Gatherer:
     has_begun: bool = False
 
     async def gather(self, stop: asyncio.Event) -> GatheredStep | None:
-        """A whole batch, its gradient gathered in the policy; none if stopped before that."""
+        """A complete batch, its gradient accumulated in the policy; None if stopped before."""
         session, context, loop = self.session, self.session.context, self.session.context.settings.loop
         algorithm = context.settings.algorithm
         gathered = GatheredStep(session.versions.current, StepTimer(context.clock, context.monotonic))
@@ -252,7 +260,7 @@ class Gatherer:
                 await self._drop()
                 return None
             if not self.has_begun:
-                # Until now the run was evaluated and its engines were starting, which is no time of a step.
+                # Until now engines were starting and the initial model was evaluated: not part of the step's time.
                 self.has_begun = True
                 gathered.timer.restart()
             context.failpoint(Failpoint.GROUP_TAKEN)
@@ -266,17 +274,17 @@ class Gatherer:
             for batch in session.batcher.hold(credit.training_samples):
                 await self._backward(gathered, batch)
             if len(gathered.groups) == loop.groups_per_step:
-                # Inside, since a group may be found not to fit even now: then the step waits for another one.
+                # Inside the loop: a group may turn out not to fit here, and then the step waits for another one.
                 for batch in session.batcher.flush():
                     await self._backward(gathered, batch)
         context.failpoint(Failpoint.BATCH_GATHERED)
         return gathered
 
     async def _next_group(self, gathered: GatheredStep, stop: asyncio.Event) -> Group | None:
-        """The next group, or none once stopped. While none is ready, the device gets what is held."""
+        """The next group, or None once stopped. While none is ready, held samples go to the device."""
         while not stop.is_set():
-            await asyncio.sleep(0)  # lets the reader in: without it, ready groups would starve reading
-            # Counted each time: a micro-batch that did not fit may have taken a group out of the step.
+            await asyncio.sleep(0)  # lets the reader run, which a series of ready groups would otherwise starve
+            # Counted each time: a micro-batch that did not fit may have removed a group from the step.
             places = self.session.context.settings.loop.groups_per_step - len(gathered.groups)
             if (group := self.session.reader.ready_group(places)) is not None:
                 return group
@@ -288,9 +296,9 @@ class Gatherer:
         return None
 
     async def _wait_for_group(self, stop: asyncio.Event, places: int) -> Group | None:
-        """The next group, or none once stopped.
+        """The next group, or None once stopped.
 
-        Meanwhile a failed announcement is raised, and a newer trainer is noticed.
+        While it waits, it raises the error of a failed announcement, and checks for a newer trainer.
         """
         session = self.session
         while not stop.is_set():
@@ -304,11 +312,11 @@ class Gatherer:
                     await session.announcements.settled()
                 if not finished:
                     await session.check_lineage()
-                if getting.done():  # also if it took a group while something else was waited for
+                if getting.done():  # it may also have taken a group during the awaits above
                     return getting.result()
             finally:
-                # ``next_group`` takes a group as its very last act: cancelled while it waits, it loses none. The
-                # announcement is not this method's to cancel.
+                # ``next_group`` takes a group as its last act, so cancelling it while it waits loses none. The
+                # announcement goes on: others wait for it too.
                 for waiting in (getting, stopping):
                     waiting.cancel()
         return None
@@ -336,31 +344,33 @@ class Gatherer:
                 gathered.add_trained(part, session.context.settings.loop.shards)
                 session.context.failpoint(Failpoint.GRADIENT_ADDED)
                 continue
-            must_begin_anew = shortage.gradient_lost
+            must_restart = shortage.gradient_lost
             if len(part.refs) > 1:
                 self.too_large = part.num_positions
-                log.warning("micro-batch split, as all of this size will be", problem=str(shortage))
+                log.warning("micro-batch split; all of this size will be split from now on", problem=str(shortage))
                 waiting.extendleft(reversed(part.halves()))
             else:
-                # Its siblings may be in the gradient, which is a sum: to take them out, the others are added up again.
-                must_begin_anew |= self._exclude_group(gathered, part.refs[0].trajectory_id, shortage)
-            if must_begin_anew:
+                # Other samples of its group may already be in the gradient. It is a sum, so removing them means adding
+                # up all other groups again.
+                must_restart |= self._exclude_group(gathered, part.refs[0].trajectory_id, shortage)
+            if must_restart:
                 waiting.extendleft(reversed(gathered.forget_gradient()))
                 await session.compute(session.policy.discard)
 
     async def _attempt(self, batch: MicroBatch) -> OutOfMemory | None:
-        """Why the micro-batch could not be added, if it does not fit."""
+        """Add the micro-batch's gradient; returns the error if it does not fit into memory."""
         try:
             await self.session.compute(self.session.policy.accumulate, batch)
         except OutOfMemory as shortage:
-            return OutOfMemory(str(shortage), gradient_lost=shortage.gradient_lost)  # without the frames of the other
+            # A new one: the frames of the caught error would keep memory in use.
+            return OutOfMemory(str(shortage), gradient_lost=shortage.gradient_lost)
         return None
 
     def _exclude_group(self, gathered: GatheredStep, trajectory_id: str, shortage: OutOfMemory) -> bool:
-        """Skip the group of a sample that does not fit; whether the gradient contains some of it.
+        """Skip the group of a sample that does not fit; returns whether the gradient contains samples of the group.
 
         Raises:
-            OutOfMemory: so many groups do not fit that the run cannot go on like this.
+            OutOfMemory: more than ``MAX_EXCLUDED`` groups of this step do not fit.
         """
         session, group_id = self.session, group_id_of(trajectory_id)
         group = gathered.exclude(group_id)

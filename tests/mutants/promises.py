@@ -51,7 +51,7 @@ PROMISES = (
         "consumers/training/identity.py",
         "there.claim_id == held.claim_id:\n",
         "there.lineage <= held.lineage:\n",
-        (f"{TRAINING}/test_identity.py::test_a_lineage_is_given_once_to_a_run",),
+        (f"{TRAINING}/test_identity.py::test_a_lineage_number_is_claimed_once_per_run",),
     ),
     # Another directory has taken the run over between the look and the claim.
     Mutant(

@@ -108,8 +108,8 @@ RESTARTS = (
         "25",
         "pruning drops the newest checkpoints",
         f"{STORAGE}/catalogue.py",
-        "not chain.left_behind(entry.manifest)][:keep]",
-        "not chain.left_behind(entry.manifest)][-keep:]",
+        "not chain.is_abandoned(entry.manifest)][:keep]",
+        "not chain.is_abandoned(entry.manifest)][-keep:]",
         (f"{CHECKPOINTS}/test_catalogue.py::test_the_newest_are_kept_by_number",),
     ),
     # An orphan that got further than the lineage that took over leads.
@@ -120,7 +120,7 @@ RESTARTS = (
         "            return self.manifest.lineage, self.manifest.step\n",
         "            return 0, self.manifest.step\n",
         (
-            f"{CHECKPOINTS}/test_catalogue.py::test_nothing_of_a_newer_lineage_is_forgotten",
+            f"{CHECKPOINTS}/test_catalogue.py::test_checkpoints_of_a_newer_lineage_are_kept",
             f"{CHECKPOINTS}/test_checkpoint.py::test_the_newest_lineage_is_restored_though_an_orphan_took_more_steps",
         ),
     ),
@@ -170,7 +170,7 @@ RESTARTS = (
         f"{STORAGE}/storage.py",
         "            fence()  # again: moving the old one aside may have taken long\n",
         "",
-        (f"{CHECKPOINTS}/test_local.py::test_a_newer_checkpoint_is_never_written_over",),
+        (f"{CHECKPOINTS}/test_local.py::test_a_newer_checkpoint_is_never_overwritten",),
     ),
     # A superseded writer publishes its checkpoint.
     Mutant(
@@ -205,7 +205,9 @@ RESTARTS = (
         f"{STORAGE}/storage.py",
         "            if found is not None and int(found[2]) >= lineage:\n                continue\n",
         "",
-        (f"{CHECKPOINTS}/test_local.py::test_nothing_of_a_newer_lineage_is_cleared_by_a_trainer_that_stood_still",),
+        (
+            f"{CHECKPOINTS}/test_local.py::test_files_of_a_newer_lineage_are_never_cleared_by_a_trainer_that_stood_still",
+        ),
     ),
     # It has listed what may go, and another has written in one of these places meanwhile.
     Mutant(
@@ -232,7 +234,7 @@ RESTARTS = (
         f"{STORAGE}/storage.py",
         'obstore.put(self.store, key, content, mode="create")',
         'obstore.put(self.store, key, content, mode="overwrite")',
-        (f"{CHECKPOINTS}/test_lineage.py::test_a_lineage_is_given_once",),
+        (f"{CHECKPOINTS}/test_lineage.py::test_a_lineage_number_is_claimed_once",),
     ),
     # Some stores overwrite in silence where they were told to create.
     Mutant(

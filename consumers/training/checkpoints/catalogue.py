@@ -1,15 +1,16 @@
-"""Lineages, and which checkpoints a storage holds, by their manifests alone: their order, and which may go.
+"""Lineages, and the checkpoints of a storage as their manifests describe them: their order, and which can be deleted.
 
 A lineage numbers one trainer process of a run. The newest number owns the run; an older holder must stop. Invariants:
-- a_lineage_is_given_once: a number is claimed by creating something that must not exist;
-- the_newest_lineage_leads: checkpoints are ordered by (lineage, step);
-- nothing_of_a_newer_lineage_is_forgotten: a writer removes what its own chain has left behind, and nothing else;
-- what_is_pinned_stays;
-- a_rollback_holds_until_a_newer_lineage_has_a_checkpoint: what it undid is never gone on from by itself.
+- a_lineage_number_is_claimed_once: a claim creates an object that must not exist;
+- the_newest_lineage_comes_first: checkpoints are ordered by (lineage, step);
+- checkpoints_of_a_newer_lineage_are_kept: a writer deletes only checkpoints that its own lineage and ancestors no
+  longer need;
+- pinned_checkpoints_are_kept;
+- a_rollback_holds_until_a_newer_lineage_has_a_checkpoint: no start continues from a checkpoint that it undid.
 
-What an operator says of checkpoints are small documents beside them: pins, which keep one from being pruned, and the
-rollback, where to go on. There is one rollback, the last: what it undid is told by lineage numbers, so a lineage that
-began after it needs no word of it.
+An operator's decisions are small documents next to the checkpoints: pins, which protect a checkpoint from pruning, and
+the rollback, which says where to continue. Only the last rollback is kept. It names undone checkpoints by lineage
+numbers, so lineages that started after it are not affected.
 """
 
 import json
@@ -35,16 +36,16 @@ MarkT = TypeVar("MarkT", bound=Part)
 
 
 class Pin(Part):
-    """A checkpoint that stays until it is unpinned. The document's name is the pin's."""
+    """A checkpoint that is kept until it is unpinned. The document's name is the pin's."""
 
     version: PolicyVersion
     pinned_at: float
 
 
 class Rollback(Part):
-    """The run goes on from ``version``; all else that lineages up to ``lineage`` did after it is undone.
+    """The run continues from ``version``; everything else that lineages up to ``lineage`` did after it is undone.
 
-    ``lineage`` was claimed for the rollback, so that no trainer of an older one can write any more.
+    ``lineage`` was claimed for the rollback, so that no trainer of an older lineage can write any more.
     """
 
     version: PolicyVersion
@@ -79,7 +80,7 @@ def read_rollback(storage: CheckpointStorage) -> Rollback | None:
 
 
 def pinned_versions(pins: Iterable[Pin]) -> frozenset[PolicyVersion]:
-    """What is pinned."""
+    """The versions that are pinned."""
     return frozenset(PolicyVersion(*pin.version) for pin in pins)
 
 
@@ -88,21 +89,21 @@ def _decoded(kind: type[MarkT], data: bytes, name: str, storage: CheckpointStora
         return kind.model_validate_json(data)
     except ValidationError as error:
         raise CheckpointError(
-            f"expected a {kind.__name__.lower()} in {name}.json of {storage}, got {len(data)} bytes that are none; "
-            "delete it, and say it again with `streamrl checkpoints`"
+            f"expected a {kind.__name__.lower()} in {name}.json of {storage}, got {len(data)} bytes of something else; "
+            "delete the file, and pin or restore again with `streamrl checkpoints`"
         ) from error
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """A claimed number, from 1, and where it was claimed. ``claim_id``: a name that no other claim has anywhere."""
+    """A claimed number, from 1, and where it was claimed. ``claim_id``: a name that no other claim has."""
 
     number: int
     storage: CheckpointStorage
     claim_id: str = ""
 
     def check(self) -> None:
-        """Make sure that nobody has taken over.
+        """Check that no other trainer has taken over.
 
         Raises:
             Superseded: a newer lineage exists.
@@ -113,7 +114,7 @@ class Lineage:
         except OSError as error:
             raise CheckpointError(
                 f"expected to read the lineage claims in {self.storage}, got: {error}; "
-                "without them this trainer cannot know whether another has taken over"
+                "without them this trainer cannot know whether another one has taken over"
             ) from error
         if newest > self.number:
             raise Superseded(
@@ -131,7 +132,7 @@ def claim_lineage(storage: CheckpointStorage, *, at_least: int, now: float) -> L
     claim_id = str(uuid.uuid4())
     try:
         number = max([at_least, *(claimed + 1 for claimed in storage.claims())])
-        # The listing is only where to begin: that a claim cannot be made twice is what decides between two starters.
+        # The listing is only a first guess. Between two starts the claim decides, since it can be made only once.
         while not storage.claim(number, _claim_document(number, claim_id, now)):
             number += 1
     except OSError as error:
@@ -144,18 +145,18 @@ def _claim_document(number: int, claim_id: str, now: float) -> bytes:
 
 
 def _claim_id(storage: CheckpointStorage, number: int) -> str:
-    """Of the claim of a number; empty if there is none."""
+    """The id of the claim of a number; empty if there is none."""
     data = storage.note(f"{CLAIMS}/{number}")
     try:
         found = json.loads(data or b"{}")
-    except ValueError:  # a crash came between the claim and its content: it was never used
+    except ValueError:  # a crash came between the claim and its content, so the claim was never used
         return ""
     return str(found.get("claim_id", "")) if isinstance(found, dict) else ""
 
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """A slot with what its manifest says; ``manifest`` None: there is no sound one, and ``problem`` says why."""
+    """A slot and its manifest; ``manifest`` None: there is no valid one, and ``problem`` says why."""
 
     slot: Slot
     manifest: CheckpointManifest | None
@@ -163,14 +164,14 @@ class CheckpointEntry:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Newest is largest; without a manifest the lineage may be unknown, and then the entry comes last."""
+        """The newest is largest; without a manifest the lineage may be unknown, and then the entry is the smallest."""
         if self.manifest is not None:
             return self.manifest.lineage, self.manifest.step
         return self.slot.lineage or 0, self.slot.step
 
 
 def read_entries(storage: CheckpointStorage) -> list[CheckpointEntry]:
-    """Everything in the storage that is named as a checkpoint, newest first.
+    """Everything in the storage that has a checkpoint's name, newest first.
 
     Raises:
         CheckpointError: the storage cannot be read.
@@ -179,29 +180,29 @@ def read_entries(storage: CheckpointStorage) -> list[CheckpointEntry]:
         entries = [_read(storage, slot) for slot in storage.slots()]
     except OSError as error:
         raise CheckpointError(f"expected to list the checkpoints in {storage}, got: {error}") from error
-    # A step that was tried twice may be there twice, whole both times.
+    # A step that was tried twice may have two complete checkpoints.
     return sorted(
         entries, key=lambda each: (each.order, each.manifest.created_at if each.manifest else 0), reverse=True
     )
 
 
 def read_manifests(storage: CheckpointStorage | str | Path) -> list[CheckpointManifest]:
-    """The sound manifests, newest first; the files they name are not looked at.
+    """The valid manifests, newest first; the files that they list are not checked.
 
     Raises:
         CheckpointError: the storage cannot be read.
         SettingsError: the text names no storage.
     """
     if isinstance(storage, str | Path):
-        storage = open_storage(storage, Path())  # no cache: manifests are read in place, nothing is fetched
-    return _sound(read_entries(storage))
+        storage = open_storage(storage, Path())  # no cache: manifests are read in place
+    return _valid_manifests(read_entries(storage))
 
 
-def _sound(entries: Iterable[CheckpointEntry]) -> list[CheckpointManifest]:
+def _valid_manifests(entries: Iterable[CheckpointEntry]) -> list[CheckpointManifest]:
     found = []
     for entry in entries:
         if entry.manifest is None:
-            log.warning("checkpoint has no sound manifest", problem=entry.problem)
+            log.warning("checkpoint has no valid manifest", problem=entry.problem)
         else:
             found.append(entry.manifest)
     return found
@@ -209,10 +210,11 @@ def _sound(entries: Iterable[CheckpointEntry]) -> list[CheckpointManifest]:
 
 @dataclass(frozen=True)
 class HeldCheckpoints:
-    """What a place knows of its run. ``lineage``: the newest one claimed or checkpointed, also by a rollback; 0: none.
+    """What a storage knows of its run.
 
-    ``newest``: the checkpoint that a start would go on from. ``claim_id``: of the lineage that was asked for, if that
-    was claimed here.
+    ``lineage``: the newest that was claimed, also by a rollback, or has a checkpoint; 0: none. ``place``: the storage,
+    for messages. ``newest``: the checkpoint that a start would continue from. ``claim_id``: the claim of the lineage in
+    question; empty if that was not claimed here.
     """
 
     place: str
@@ -222,12 +224,12 @@ class HeldCheckpoints:
 
     @property
     def run_id(self) -> str | None:
-        """Of the run that the newest checkpoint belongs to, if it says so."""
+        """The run that the newest checkpoint belongs to, if its manifest says so."""
         return self.newest.run_id if self.newest is not None else None
 
 
 def held_in(storage: CheckpointStorage, claimed: int = 0) -> HeldCheckpoints:
-    """What is claimed and kept in a place, and by which claim lineage ``claimed``. Reads only.
+    """The claims and checkpoints of a storage, with the claim's id of lineage ``claimed``. Reads only.
 
     Raises:
         CheckpointError: the storage cannot be read.
@@ -238,40 +240,40 @@ def held_in(storage: CheckpointStorage, claimed: int = 0) -> HeldCheckpoints:
         claim_id = _claim_id(storage, claimed) if claimed in claims else ""
     except OSError as error:
         raise CheckpointError(f"expected to read the lineage claims in {storage}, got: {error}") from error
-    lineage = max([0, *claims, *(manifest.lineage for manifest in _sound(entries))])
+    lineage = max([0, *claims, *(manifest.lineage for manifest in _valid_manifests(entries))])
     first = _first_whole(resumable(entries, read_rollback(storage)))
     return HeldCheckpoints(str(storage), lineage, None if first is None else first[1], claim_id)
 
 
 def resumable(entries: Sequence[CheckpointEntry], rollback: Rollback | None) -> list[CheckpointEntry]:
-    """What a start may go on from, newest first; damaged ones among them. ``entries``: all of them, newest first.
+    """The entries that a start may continue from, newest first, damaged ones included. ``entries``: all, newest first.
 
     Raises:
-        CheckpointError: the checkpoint that the run was rolled back to is gone, and no newer lineage has one.
+        CheckpointError: the checkpoint that the run was rolled back to is missing, and no newer lineage has one.
     """
     if rollback is None:
         return list(entries)
-    # Every lineage above the rollback's own began after it, and so goes on from where it led.
+    # Every lineage above the rollback's own started after it, and so continued from the chosen checkpoint.
     newer = [entry for entry in entries if entry.order[0] > rollback.lineage]
     chosen = next((entry for entry in entries if entry.order == rollback.version and entry.manifest is not None), None)
     if chosen is None or chosen.manifest is None:
         if any(entry.manifest is not None for entry in newer):
-            return newer  # pruned, as any checkpoint is that has successors
+            return newer  # the chosen one was pruned, as any checkpoint with successors may be
         raise CheckpointError(
-            f"expected checkpoint {PolicyVersion(*rollback.version)}, to which this run was rolled back, got none that "
-            "is whole; choose another with `streamrl checkpoints restore`"
+            f"expected checkpoint {PolicyVersion(*rollback.version)}, to which this run was rolled back, found no "
+            "complete one; choose another with `streamrl checkpoints restore`"
         )
     chain = _Chain([entry.manifest for entry in entries if entry.manifest is not None], chosen.manifest)
     older = [
         entry
         for entry in entries
-        if entry.order < chosen.order and (entry.manifest is None or not chain.left_behind(entry.manifest))
+        if entry.order < chosen.order and (entry.manifest is None or not chain.is_abandoned(entry.manifest))
     ]
     return [*newer, chosen, *older]
 
 
 def next_start(storage: CheckpointStorage | str | Path) -> CheckpointManifest | None:
-    """The manifest that a start would go on from if its files verify, or none if there is none.
+    """The manifest that a start would continue from if its files verify; None if there is none.
 
     Raises:
         CheckpointError: the storage cannot be read.
@@ -284,9 +286,9 @@ def next_start(storage: CheckpointStorage | str | Path) -> CheckpointManifest | 
 
 
 def newest_model(location: str | Path, cache: Path) -> Path | None:
-    """The directory of the checkpoint that a start would go on from, for ``from_pretrained``; None if there is none.
+    """The directory of the checkpoint that a start would continue from, for ``from_pretrained``; None if there is none.
 
-    Out of an object store it comes into ``cache``. Its files are not verified.
+    A checkpoint in an object store is downloaded into ``cache``. Its files are not verified.
 
     Raises:
         CheckpointError: the storage cannot be read.
@@ -313,18 +315,19 @@ def superfluous(
     keep: int,
     pinned: Collection[tuple[int, int]] = frozenset(),
 ) -> list[Slot]:
-    """What may go after ``written``: abandoned futures, all but the newest ``keep``, and damaged ones around them.
+    """Slots that can be deleted once ``written`` is there: all but the newest ``keep`` of its lineage and ancestors.
 
-    ``entries``: newest first, ``written`` among them. ``pinned``: versions that stay whatever else is said.
+    These are older checkpoints, checkpoints of abandoned lineages, and damaged ones around them. ``entries``: newest
+    first, ``written`` among them. ``pinned``: versions that are kept in any case.
     """
-    # Entries of newer lineages are another trainer's, which this one has not been told of yet: they are not touched.
+    # Entries of newer lineages belong to another trainer that this one does not know of yet: they are kept.
     own = [entry for entry in entries if entry.order[0] <= written.lineage]
     chain = _Chain([entry.manifest for entry in own if entry.manifest is not None], written)
-    kept = [entry for entry in own if entry.manifest is not None and not chain.left_behind(entry.manifest)][:keep]
-    # What was just written is gone: a newer trainer has taken it away while this one stood still.
+    kept = [entry for entry in own if entry.manifest is not None and not chain.is_abandoned(entry.manifest)][:keep]
+    # The checkpoint just written is missing: a newer trainer has removed it while this one was suspended.
     if not kept:
         return []
-    # A damaged one between the kept ones may be mended by hand, and fallen back on; older ones are of no use.
+    # A damaged one between the kept ones may be repaired by hand, and used as a fallback; older ones are of no use.
     oldest = min(entry.slot.step for entry in kept)
     damaged = [e for e in own if e.manifest is None and oldest < e.slot.step <= written.step]
     held = [entry for entry in own if _is_pinned(entry, pinned)]
@@ -333,30 +336,30 @@ def superfluous(
 
 
 def _is_pinned(entry: CheckpointEntry, pinned: Collection[tuple[int, int]]) -> bool:
-    # Of a damaged one the lineage may be unknown: then it stays for any pin of its step.
+    # The lineage of a damaged one may be unknown: then any pin of its step keeps it.
     if entry.manifest is None and entry.slot.lineage is None:
         return any(step == entry.slot.step for _, step in pinned)
     return entry.order in pinned
 
 
 class _Chain:
-    """The lineage of one manifest and its ancestors, each up to the step that its child went on from."""
+    """The lineage of one manifest and its ancestors, each up to the step that its child continued from."""
 
     def __init__(self, manifests: Iterable[CheckpointManifest], newest: CheckpointManifest) -> None:
         parents = {manifest.lineage: manifest.parent for manifest in manifests}
         self._last_steps = {newest.lineage: newest.step}
-        # From child to parent; where a parent's manifest is gone, the chain is known no further.
+        # From child to parent, until a parent's manifest is missing.
         parent = newest.parent
-        # A lineage that is met again would be a circle of manifests, which must not hold this loop.
+        # A lineage seen before would mean a cycle of manifests, which must not make this loop endless.
         while parent is not None and parent.lineage not in self._last_steps:
             self._last_steps[parent.lineage] = parent.number
             parent = parents.get(parent.lineage)
 
-    def left_behind(self, manifest: CheckpointManifest) -> bool:
-        """Whether the chain does not lead through this checkpoint; what is older than all that is known of it stays."""
+    def is_abandoned(self, manifest: CheckpointManifest) -> bool:
+        """Whether the chain does not pass through this checkpoint; false for one older than the known chain."""
         if manifest.lineage in self._last_steps:
             return manifest.step > self._last_steps[manifest.lineage]
-        # Along a chain lineages and steps only grow, so an ancestor that is not known of is below both minima.
+        # Along a chain lineages and steps only grow, so an unknown ancestor is below both minima.
         return manifest.lineage > min(self._last_steps) or manifest.step > min(self._last_steps.values())
 
 
@@ -371,6 +374,6 @@ def _read(storage: CheckpointStorage, slot: Slot) -> CheckpointEntry:
         return CheckpointEntry(slot, None, f"{address}: {error}")
     if (slot.step, slot.lineage or manifest.lineage) != (manifest.step, manifest.lineage):
         return CheckpointEntry(
-            slot, None, f"expected {address} to hold its own checkpoint, got that of step {manifest.step}"
+            slot, None, f"expected {address} to hold the checkpoint of its name, got that of step {manifest.step}"
         )
     return CheckpointEntry(slot, manifest)

@@ -1,8 +1,8 @@
-"""What a checkpoint is of, and the sealed file that says so. Knows no tensors and no storage.
+"""A checkpoint's manifest: the sealed file that says what the checkpoint holds. Knows no tensors and no storage.
 
-The file is JSON whose last member is the sha256 of every byte before it, so that no byte of it can change unnoticed.
-It also lists every other file with its checksum. So it is written last: once it is there, all that it vouches for is,
-and until then nothing is taken for a checkpoint.
+The file is JSON whose last member is the sha256 of every byte before it, so no byte of it can change unnoticed. It also
+lists every other file with its checksum. It is written last: once it is there, every file that it lists is there.
+Files without a manifest are not a checkpoint.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ from streamrl.schemas.weights import Sha256
 STATE = "trainer_state"
 MANIFEST = "manifest.json"
 CLEARED = b'{"cleared": "no manifest was here when a newer writer took the files away, and none can come any more"}\n'
-"""Stands in a manifest's place in an object store, created as a manifest is: of the two, one is refused."""
+"""Mark at a manifest's key in an object store. It is created like a manifest, so only one of the two can exist."""
 MAX_MANIFEST_BYTES = 64 << 20
-"""Far above any frontier's size; what is larger is not read into memory."""
+"""Far above any frontier's size; a larger file is not read into memory."""
 
 _SEAL, _END = b',\n "sha256": "', b'"\n}'
 _SEAL_BYTES = 64 + len(_END)  # a sha256 is 64 hex digits
@@ -35,7 +35,7 @@ def _inside(path: str) -> str:
 
 
 class CheckpointFile(Part):
-    """A file of the checkpoint, by its path in it."""
+    """A file of the checkpoint; ``path`` is relative to the checkpoint."""
 
     path: Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_inside)]
     size: Annotated[int, Field(ge=0)]
@@ -51,12 +51,12 @@ class SkipSummary(Part):
 
 
 class CheckpointManifest(Part):
-    """What a checkpoint is of.
+    """What a checkpoint holds, and where it stands in its run.
 
-    ``frontier``: by partition, which records of the stream are accounted for; ``anchors``: by partition, how to
-    recognise the topic. ``parent``: the version that this lineage went on from (None: the initial model). ``run_id``
-    None: it belongs to the run in whose directory it lies. ``format`` 2 was written by versions that find no ended
-    groups in what is saved today: they refuse 3, and go on from a checkpoint of their own.
+    ``frontier``: for each partition, which records of the stream are finished; ``anchors``: for each partition, a
+    record to recognise the topic by. ``parent``: the version that this lineage continued from (None: the initial
+    model). ``run_id`` None: the checkpoint belongs to the run whose directory holds it. ``format``: releases that wrote
+    2 cannot read the ended groups that 3 stores. They refuse 3, and continue from a checkpoint of format 2.
     """
 
     format: Literal[2, 3] = 3
@@ -78,7 +78,7 @@ class CheckpointManifest(Part):
 
     @property
     def account(self) -> str:
-        """Under what its records are accounted for: an instance's name, or the algorithm of the run's own trainer."""
+        """The name that its records are accounted under: an instance's, or the algorithm of the run's own trainer."""
         return policy_in(self.run) or self.algorithm
 
     @property
@@ -93,7 +93,7 @@ class CheckpointManifest(Part):
 
 
 def encode_manifest(manifest: CheckpointManifest) -> bytes:
-    """The manifest as its sealed file."""
+    """The bytes of the sealed file."""
     # The seal takes the place of the closing brace, as one more member, so that the file stays plain JSON.
     content = manifest.model_dump_json(indent=1).encode().removesuffix(b"\n}") + _SEAL
     return content + hashlib.sha256(content).hexdigest().encode() + _END
@@ -103,13 +103,13 @@ def decode_manifest(data: bytes) -> CheckpointManifest:
     """Read a sealed file.
 
     Raises:
-        CheckpointError: it is not one, a byte of it has changed, or it is of another format.
+        CheckpointError: it is not a sealed manifest, a byte has changed, or its format is another one.
     """
     content, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     if seal != hashlib.sha256(content).hexdigest().encode() + _END or not content.endswith(_SEAL):
-        raise CheckpointError(f"expected a sealed manifest, got {len(data)} bytes whose seal does not fit")
+        raise CheckpointError(f"expected a sealed manifest, got {len(data)} bytes whose seal does not match")
     try:
-        # Unknown members are ignored, the seal's among them.
+        # Unknown members, the seal among them, are ignored.
         return CheckpointManifest.model_validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]

@@ -1,9 +1,11 @@
-"""An operator's acts on checkpoints: find, verify, pin, and have the run go on from one. Loads no tensor library.
+"""What an operator can do with checkpoints: find, verify, pin, restore. Loads no tensor library.
 
 Invariants, each with a test of its name:
-- a_restore_deletes_nothing: what it undoes is pinned, and in a directory it is moved out of new checkpoints' way;
-- a_restore_is_decided_by_one_write: before the rollback is written a start goes on as ever, after it from the chosen;
-- a_restore_fences_older_trainers: it claims a lineage, so that none that still lives can write over the choice.
+- a_restore_deletes_nothing: the checkpoints that it undoes are pinned, and in a directory they are renamed, so that new
+  checkpoints do not replace them;
+- a_restore_is_decided_by_one_write: until the rollback is written, a start continues from the newest checkpoint;
+  afterwards from the chosen one;
+- a_restore_fences_older_trainers: it claims a lineage, so that no trainer that is still alive can undo the choice.
 """
 
 import hashlib
@@ -29,12 +31,12 @@ from streamrl.schemas.errors import CheckpointError, Superseded, UserError
 from streamrl.schemas.identifiers import PolicyVersion, is_plain_name
 
 UNDONE = "undone-"
-"""How the names of pins begin that a restore makes."""
+"""Prefix of the pins that a restore makes."""
 
 
 @dataclass(frozen=True)
 class Savepoints:
-    """Everything that a storage holds, as of one moment; ``entries`` and ``resumable`` newest first."""
+    """Everything that a storage held at one moment; ``entries``: newest first."""
 
     storage: CheckpointStorage
     entries: Sequence[CheckpointEntry]
@@ -43,7 +45,7 @@ class Savepoints:
 
     @classmethod
     def read(cls, storage: CheckpointStorage) -> "Savepoints":
-        """Look.
+        """The storage's present state.
 
         Raises:
             CheckpointError: the storage cannot be read.
@@ -52,12 +54,12 @@ class Savepoints:
 
     @property
     def next_start(self) -> CheckpointEntry | None:
-        """What a start goes on from if it verifies; None: from the initial model, or it would be refused."""
+        """The checkpoint that a start continues from, if it verifies; None: the initial model, or a refused start."""
         return next((entry for entry in self._resumable() if entry.manifest is not None), None)
 
     @property
     def staying(self) -> frozenset[Slot]:
-        """What no restore has undone."""
+        """The slots that no restore has undone."""
         return frozenset(entry.slot for entry in self._resumable())
 
     def _resumable(self) -> Sequence[CheckpointEntry]:
@@ -67,11 +69,11 @@ class Savepoints:
             return ()
 
     def names(self, entry: CheckpointEntry) -> list[str]:
-        """The pins of a checkpoint."""
+        """Names of a checkpoint's pins."""
         return [name for name, pin in self.pins.items() if pin.version == entry.order]
 
     def find(self, text: str) -> CheckpointEntry:
-        """The checkpoint of a pin's name, a version such as 1-40, or a step that only one has.
+        """The checkpoint named by a pin, a version such as 1-40, or a step that only one checkpoint has.
 
         Raises:
             UserError: there is none, or more than one.
@@ -86,12 +88,14 @@ class Savepoints:
         if len(found) == 1:
             return found[0]
         there = ", ".join(str(PolicyVersion(*entry.order)) for entry in found or sound) or "none"
-        wanted = "its version, since several are of that step" if found else "the step, version or name of a checkpoint"
+        wanted = (
+            "a version, since several checkpoints have this step" if found else "a checkpoint's step, version or pin"
+        )
         raise UserError(f"expected {wanted}, got {text!r}; there are: {there}")
 
 
 def problems_of(storage: CheckpointStorage, entry: CheckpointEntry) -> list[str]:
-    """What is wrong with a checkpoint, file by file; every byte is read. Empty: it verifies."""
+    """The problems of a checkpoint, file by file; reads every byte. Empty: it verifies."""
     if entry.manifest is None:
         return [entry.problem]
     return [problem for file in entry.manifest.files if (problem := _problem(storage, entry.slot, file)) is not None]
@@ -116,10 +120,10 @@ def _problem(storage: CheckpointStorage, slot: Slot, file: CheckpointFile) -> st
 
 
 def pin(found: Savepoints, entry: CheckpointEntry, name: str | None, now: float) -> str:
-    """Keep a checkpoint from being pruned; the pin's name, its version if none is given.
+    """Protect a checkpoint from pruning; returns the pin's name, the checkpoint's version if ``name`` is None.
 
     Raises:
-        UserError: the name is taken or none, or the checkpoint does not verify.
+        UserError: the name is taken or not a valid one, or the checkpoint does not verify.
         CheckpointError: the storage cannot be written to.
     """
     version = str(PolicyVersion(*entry.order))
@@ -131,7 +135,7 @@ def pin(found: Savepoints, entry: CheckpointEntry, name: str | None, now: float)
             f"expected a new name, got {name!r}, which pins {PolicyVersion(*taken.version)}; unpin it first"
         )
     _put(found.storage, f"{PINS}/{name}", Pin(version=PolicyVersion(*entry.order), pinned_at=now))
-    # Read only now: a trainer that prunes meanwhile either sees the pin, or is noticed by this.
+    # Verified only now: a trainer that prunes in the meantime either sees the pin, or its deletion is found here.
     if problems := problems_of(found.storage, entry):
         if taken is None:
             found.storage.remove_note(f"{PINS}/{name}")
@@ -142,7 +146,7 @@ def pin(found: Savepoints, entry: CheckpointEntry, name: str | None, now: float)
 
 
 def unpin(found: Savepoints, text: str) -> list[str]:
-    """Let go of one pin by its name, or of all those of a checkpoint; their names.
+    """Remove one pin by its name, or all pins of a checkpoint; returns the names of the removed pins.
 
     Raises:
         UserError: there is no such pin.
@@ -161,17 +165,17 @@ def unpin(found: Savepoints, text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Restored:
-    """``undone``: the checkpoints after it, which are kept under these names."""
+    """A restore's result; ``undone``: versions of the checkpoints that it undid, by the pins that keep them."""
 
     rollback: Rollback
     undone: Mapping[str, PolicyVersion]
 
 
 def restore(found: Savepoints, entry: CheckpointEntry, now: float) -> Restored | None:
-    """Have the next start go on from a checkpoint; None: it would have in any case, and nothing was changed.
+    """Make the next start continue from a checkpoint; None: it would do so anyway, and nothing was changed.
 
     Raises:
-        UserError: it does not verify, or a trainer was started meanwhile.
+        UserError: the checkpoint does not verify, or a trainer was started in the meantime.
         CheckpointError: the storage cannot be read or written to.
     """
     storage, version = found.storage, PolicyVersion(*entry.order)
@@ -182,7 +186,7 @@ def restore(found: Savepoints, entry: CheckpointEntry, now: float) -> Restored |
     newest = max((each.order[0] for each in found.entries), default=0)
     lineage = claim_lineage(storage, at_least=newest + 1, now=now)
     rollback = Rollback(version=version, lineage=lineage.number, restored_at=now)
-    # Looked at only now: a trainer that was alive until the claim may have written one more.
+    # Read again now: a trainer that was alive until the claim may have written another checkpoint.
     found = Savepoints.read(storage)
     staying = {each.slot for each in resumable(found.entries, rollback)}
     pinned = pinned_versions(found.pins.values())
@@ -200,12 +204,12 @@ def restore(found: Savepoints, entry: CheckpointEntry, now: float) -> Restored |
         lineage.check()
     except OSError as error:
         raise CheckpointError(
-            f"expected to keep what is undone aside in {storage}, got: {error}; run it again"
+            f"expected to move the undone checkpoints aside in {storage}, got: {error}; run the restore again"
         ) from error
     except Superseded as error:
         raise UserError(
-            f"expected nobody to train while {version} is restored, but a trainer was started meanwhile; stop the run, "
-            "and restore again"
+            f"expected no trainer to start while checkpoint {version} is restored, but one did; stop the run, and "
+            "restore again"
         ) from error
     return Restored(rollback, undone)
 

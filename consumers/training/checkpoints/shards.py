@@ -1,8 +1,8 @@
-"""An optimizer's state in several files, one of each rank that held a part of it.
+"""An optimizer's state in several files, one for each rank that held a part of it.
 
-Each file is plain safetensors with its rank's rows of every tensor. A tensor is its pieces one below the other, in the
-order of the ranks: that is how FSDP2 cuts along the first dimension, so any number of ranks can read what another
-number wrote. What is not cut, such as a count of steps, is in the first rank's file alone.
+Each file is plain safetensors with its rank's rows of every tensor. Stacking a tensor's pieces in the order of the
+ranks gives the whole tensor. FSDP2 cuts along the first dimension in the same way, so any number of ranks can read what
+another number wrote. Values that are not cut, such as a count of steps, are in the first rank's file only.
 """
 
 import re
@@ -27,7 +27,7 @@ def part_name(rank: int, ranks: int) -> str:
 
 
 def optimizer_files(paths: Iterable[str]) -> list[str]:
-    """Which of these hold the optimizer's state, in the order of the ranks.
+    """The paths that hold the optimizer's state, in the order of the ranks.
 
     Raises:
         CheckpointError: there is no complete set.
@@ -45,7 +45,7 @@ def optimizer_files(paths: Iterable[str]) -> list[str]:
 
 
 class PiecedTensors(Mapping[str, Tensor]):
-    """Tensors by name, put together out of files as they are asked for; nothing is kept in memory."""
+    """Tensors by name, assembled from files on each access; nothing is kept in memory."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths_of: dict[str, list[tuple[Path, int]]] = {}
@@ -60,7 +60,7 @@ class PiecedTensors(Mapping[str, Tensor]):
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._paths_of  # without reading it, as a mapping would by itself
+        return name in self._paths_of  # ``Mapping`` would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._paths_of)
@@ -82,7 +82,7 @@ class PiecedTensors(Mapping[str, Tensor]):
 
 
 def read_optimizer(paths: Sequence[Path]) -> Mapping[str, Tensor]:
-    """The state in these files: in memory if it is a single one, otherwise read as it is asked for."""
+    """The state in these files: in memory if there is a single one, otherwise read on access."""
     return load_file(paths[0]) if len(paths) == 1 else PiecedTensors(paths)
 
 

@@ -6,16 +6,17 @@
     {root}/step_{N}-lineage_{L}/…  (kept aside)      {prefix}/lineage_{L}/step_{N}-{I}/…  (a later attempt)
     {root}/pins/{NAME}.json, {root}/rollback.json    {prefix}/pins/{NAME}.json, {prefix}/rollback.json
 
-Both are a ``CheckpointStorage``; ``open_storage`` tells which text names which. Knows no tensors. Invariants:
-- a_checkpoint_appears_whole: in a directory it is written aside, synced, and gets its name by one rename; an object
-  store has no rename, so there the manifest is created last, and a checkpoint without a manifest is none;
-- a_newer_checkpoint_is_never_written_over: a rename onto an existing checkpoint fails, and keys in an object store
-  begin with the writer's lineage;
-- nothing_of_a_newer_lineage_is_cleared: what looks left over may be a newer trainer's that is at it;
-- what_is_cleared_never_becomes_a_checkpoint: its writer may have passed its fence already, and its last request come at
-  any time later. So a directory is renamed before its files go, which the writer's own rename then misses; in an object
-  store a mark is created where the manifest would be, and whichever of the two is there first stays;
-- no_key_is_written_twice_with_other_bytes: a step that is tried again is uploaded under another name, so that a late
+Both implement ``CheckpointStorage``; ``open_storage`` chooses by the location's text. Knows no tensors. Invariants:
+- a_checkpoint_appears_whole: a directory is written under a temporary name, synced, and renamed once. An object store
+  has no rename: its manifest is created last, and files without a manifest are not a checkpoint;
+- a_newer_checkpoint_is_never_overwritten: a rename onto an existing checkpoint fails, and keys in an object store
+  start with the writer's lineage;
+- files_of_a_newer_lineage_are_never_cleared: files that look abandoned may belong to a newer trainer that is still
+  writing them;
+- cleared_files_never_become_a_checkpoint: their writer may already have passed its fence, and its last request may
+  arrive at any later time. So a directory is renamed before its files are deleted, and the writer's own rename then
+  fails. In an object store a mark is created at the manifest's key: of mark and manifest, the first one stays;
+- a_retried_upload_uses_new_keys: when a step is tried again, its files are uploaded under another name, so a late
   request of the first attempt damages nothing.
 """
 
@@ -62,7 +63,7 @@ def sync(path: Path) -> None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Delete temporary directories of a process that died while writing."""
+    """Delete the temporary directories that a process left when it died while writing."""
     for path in parent.glob(f"{TEMPORARY}*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -72,7 +73,7 @@ REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://.*")
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one checkpoint is kept; ``lineage`` None: its name does not tell."""
+    """Where one checkpoint is kept; ``lineage`` None: its name does not say which lineage wrote it."""
 
     name: str
     step: int
@@ -90,75 +91,75 @@ class CheckpointStorage(Protocol):
         """Lineage numbers claimed so far, in no order."""
 
     def claim(self, number: int, content: bytes) -> bool:
-        """Claim a number; false if it was taken. Of any number of claimants, one is told true."""
+        """Claim a number; false if it is taken. Among all claimants of a number, exactly one gets true."""
 
     def clear_leftovers(self, lineage: int) -> None:
-        """Undo what writers of older lineages left half done."""
+        """Undo unfinished writes of older lineages."""
 
     def slot(self, lineage: int, step: int) -> Slot:
-        """Where a checkpoint belongs."""
+        """Where the checkpoint of a step is to be written."""
 
     def slots(self) -> list[Slot]:
-        """Slots that hold something, in no order; whether it is a checkpoint is not looked at."""
+        """Slots that hold files, in no order; whether these are a checkpoint is not checked."""
 
     def address(self, slot: Slot) -> str:
-        """The slot in words that the user can find it by."""
+        """The slot's path or URL, for messages."""
 
     def manifest(self, slot: Slot) -> bytes | None:
         """The manifest's bytes, or none if there is none."""
 
     def staging(self, slot: Slot, lineage: int) -> AbstractContextManager[Path]:
-        """An empty local directory to write the files into; it is gone after the block."""
+        """An empty local directory to write the files into; it is deleted after the block."""
 
     def secure(self, staged: Path) -> None:
-        """Make a staged file durable, if its content stays where it was written. Called from several threads."""
+        """Sync a staged file to disk, if the storage keeps it there. Called from several threads."""
 
     def publish(self, slot: Slot, staged: Path, manifest: CheckpointManifest, fence: Callable[[], None]) -> Slot:
-        """Make the secured files a checkpoint, durably: the manifest becomes visible last, right after ``fence``.
+        """Turn the secured files into a durable checkpoint: the manifest becomes visible last, right after ``fence``.
 
-        The slot that it is in: another one of that step if an earlier attempt was made at the one given.
+        Returns the slot used: another one of the same step if an earlier attempt used the given one.
         """
 
     def fetch(self, slot: Slot, manifest: CheckpointManifest) -> Path:
-        """A local directory with the checkpoint's files and manifest; not verified."""
+        """A local directory with the checkpoint's files and manifest, not verified."""
 
     def remove(self, slot: Slot) -> None:
-        """Forget a checkpoint, the manifest first."""
+        """Delete a checkpoint, the manifest first."""
 
     def aside(self, slot: Slot, lineage: int) -> Slot:
-        """Where a lineage's checkpoint stands once no other lineage may take its place any more."""
+        """Where a lineage's checkpoint is kept so that no other lineage can replace it."""
 
     def set_aside(self, slot: Slot, lineage: int) -> None:
-        """Move a lineage's checkpoint there, whole and durably; nothing if it stands there."""
+        """Move a lineage's checkpoint there atomically and durably, unless it is there already."""
 
     def contents(self, slot: Slot, path: str) -> Iterator[bytes]:
-        """A file of a checkpoint, piece by piece; nothing is kept."""
+        """A file of a checkpoint, piece by piece; no copy is stored."""
 
     def note(self, name: str) -> bytes | None:
-        """A small document beside the checkpoints, or none."""
+        """The bytes of a small document stored next to the checkpoints; None if there is none."""
 
     def notes(self, folder: str) -> list[str]:
-        """Names of the documents in a folder, without it, in no order."""
+        """Names of the documents in a folder, without the folder's name, in no order."""
 
     def put_note(self, name: str, content: bytes) -> None:
-        """Write a document, whole and durably, over one of that name."""
+        """Write a document atomically and durably, replacing one of that name."""
 
     def remove_note(self, name: str) -> None:
         """Delete a document, if there is one."""
 
     def __str__(self) -> str:
-        """As text that opens it again."""
+        """The location as text, from which ``open_storage`` opens it again."""
 
 
 def open_storage(location: str | Path, cache: Path, patience: timedelta | None = None) -> CheckpointStorage:
-    """A directory, or a URL of an object store: ``s3://bucket/prefix``, ``gs://…``, ``az://…``, ``memory://name``.
+    """The storage at a directory or an object store's URL.
 
-    Endpoint and credentials come from the usual environment (``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID`` …). ``cache``
-    takes the files that go to or come from an object store. ``memory://`` lives as long as the process. ``patience``:
-    how long a request is tried again.
+    URLs: ``s3://bucket/prefix``, ``gs://…``, ``az://…``, ``memory://name``. Endpoint and credentials come from the
+    usual environment (``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID`` …). ``cache`` holds files on their way to or from an
+    object store. ``memory://`` lives as long as the process. ``patience``: how long a failed request is retried.
 
     Raises:
-        SettingsError: the URL names no store that is known, or lacks something that the store needs.
+        SettingsError: the URL names no known store, or lacks something that the store needs.
     """
     if isinstance(location, str) and REMOTE.fullmatch(location):
         return open_objects(location, cache, patience or RETRY)
@@ -166,16 +167,16 @@ def open_storage(location: str | Path, cache: Path, patience: timedelta | None =
 
 
 def check_storage(location: str | Path) -> None:
-    """Make sure that checkpoints can be kept there, before anything relies on it; an object store is asked for a list.
+    """Check, before a run relies on it, that the storage opens and can be listed.
 
     Raises:
-        SettingsError: it cannot be opened, does not answer, or does not let us in.
+        SettingsError: it cannot be opened, does not answer, or refuses access.
     """
     try:
         open_storage(location, Path(), CHECK_PATIENCE).claims()
     except OSError as error:
         raise SettingsError(
-            f"expected training.checkpoint_location = {str(location)!r} to let us list it, got: {error}; "
+            f"expected to list training.checkpoint_location = {str(location)!r}, got: {error}; "
             "check the address, the network, and the credentials in the environment (AWS_..., GOOGLE_..., AZURE_...)"
         ) from error
 
@@ -183,7 +184,7 @@ def check_storage(location: str | Path) -> None:
 CLAIMS = "lineages"
 REPLACED = f"{TEMPORARY}old-"
 LEFT_OVER = re.compile(rf"{re.escape(TEMPORARY)}(old-)?([0-9]+)-(step_.+)")
-"""What a writer of a lineage had in hand."""
+"""A directory that a writer of a lineage was still working on."""
 NAMED = re.compile(r"step_([0-9]+)(?:-lineage_([0-9]+))?")
 PIECE = 1 << 20
 
@@ -199,7 +200,7 @@ class LocalStorage:
 
     @property
     def scratch(self) -> Path:
-        """Files are written beside the checkpoints."""
+        """The root: files are written next to the checkpoints."""
         return self.root
 
     def claims(self) -> list[int]:
@@ -212,29 +213,30 @@ class LocalStorage:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{number}.json"
         try:
-            with path.open("xb") as file:  # O_EXCL: of all who try, the file system lets one create it
-                file.write(content)  # for people; the name is the claim, so a crash before this leaves a whole one
+            with path.open("xb") as file:  # O_EXCL: the file system lets only one process create it
+                file.write(content)  # for people: the name is the claim, so a crash before this leaves a valid one
         except FileExistsError:
             return False
-        # A file's name is durable once its directory is: a claim that a power failure undid could be given again.
+        # A file's name is durable only once its directory is synced. Otherwise a power failure could undo the claim,
+        # and another trainer could get the same number.
         for made in (path, folder, self.root):
             sync(made)
         return True
 
     def clear_leftovers(self, lineage: int) -> None:
-        """Put back a checkpoint whose replacement never came, and delete what was half written."""
+        """Put back a checkpoint whose replacement never arrived, and delete unfinished writes."""
         for path in self.root.glob(f"{TEMPORARY}*"):
             found = LEFT_OVER.fullmatch(path.name)
             if found is not None and int(found[2]) >= lineage:
                 continue
-            # ``publish`` died between its two renames: the name is free, and the old checkpoint stands aside.
+            # ``publish`` died between its two renames: the name is free, and the old checkpoint has a temporary name.
             if found is not None and found[1] and not (target := self.root / found[3]).exists():
                 path.rename(target)
             else:
                 self._take_away(path, f"{lineage}-{path.name.removeprefix(TEMPORARY)}")
 
     def slot(self, lineage: int, step: int) -> Slot:
-        """One place for a step: a lineage takes over the place of an abandoned one."""
+        """One slot for each step: a newer lineage replaces the checkpoint of an abandoned one."""
         return Slot(f"step_{step}", step)
 
     def slots(self) -> list[Slot]:
@@ -255,13 +257,13 @@ class LocalStorage:
         path = self.root / slot.name / STATE / MANIFEST
         try:
             with path.open("rb") as file:
-                return file.read(MAX_MANIFEST_BYTES)  # a larger one is cut, and its seal does not fit
+                return file.read(MAX_MANIFEST_BYTES)  # a larger one is cut, and its seal does not match
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     @contextmanager
     def staging(self, slot: Slot, lineage: int) -> Iterator[Path]:
-        """A directory on the same file system, named by the lineage: two trainers never share one."""
+        """A directory on the same file system, named after the lineage: two trainers never share one."""
         temporary = self.root / f"{TEMPORARY}{lineage}-{slot.name}"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -271,14 +273,14 @@ class LocalStorage:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def secure(self, staged: Path) -> None:
-        """Sync it."""
+        """Sync the file."""
         sync(staged)
 
     def publish(self, slot: Slot, staged: Path, manifest: CheckpointManifest, fence: Callable[[], None]) -> Slot:
-        """Sync what names the files, then rename the directory in; what an abandoned lineage left there goes."""
+        """Sync manifest and directories, then rename; a checkpoint of an abandoned lineage is replaced."""
         written = staged / STATE / MANIFEST
         written.write_bytes(encode_manifest(manifest))
-        # The manifest, then the directories that name the files: after this only the rename is missing.
+        # The manifest, then the directories that name the files: after this only the rename remains.
         for path in (written, *(path for path in staged.rglob("*") if path.is_dir()), staged):
             sync(path)
         fence()
@@ -288,28 +290,28 @@ class LocalStorage:
             target.rename(aside)
         try:
             fence()  # again: moving the old one aside may have taken long
-            # A rename onto a directory that is not empty fails: should a newer trainer still get in between, its
-            # checkpoint stays.
+            # If a newer trainer still publishes between these lines, this rename fails, because the directory is not
+            # empty. The newer checkpoint stays.
             staged.rename(target)
         except Exception:
             if aside.exists() and not target.exists():
                 aside.rename(target)
             raise
-        # In this order: the old checkpoint goes when the new one's name is on the disk, not before.
+        # In this order: the old checkpoint is deleted only after the new one's name is on disk.
         sync(self.root)
         shutil.rmtree(aside, ignore_errors=True)
         return slot
 
     def fetch(self, slot: Slot, manifest: CheckpointManifest) -> Path:
-        """The checkpoint itself: it is here already."""
+        """The checkpoint's own directory: it is on this machine already."""
         return self.root / slot.name
 
     def remove(self, slot: Slot) -> None:
-        """Take the name away first, so that no part of it remains as a checkpoint."""
+        """Rename it first, so that no half-deleted directory has a checkpoint's name."""
         self._take_away(self.root / slot.name, slot.name)
 
     def _take_away(self, path: Path, name: str) -> None:
-        """By one rename: a writer that would still give the directory its name finds it gone, and not half empty."""
+        """Rename, then delete: a writer that still wants to publish this directory finds it missing, not half empty."""
         gone = self.root / f"{TEMPORARY}gone-{name}"
         shutil.rmtree(gone, ignore_errors=True)
         try:
@@ -319,18 +321,18 @@ class LocalStorage:
         shutil.rmtree(gone, ignore_errors=True)
 
     def aside(self, slot: Slot, lineage: int) -> Slot:
-        """Its directory with the lineage in its name, under which no trainer writes."""
+        """A directory with the lineage in its name; no trainer writes under such a name."""
         return Slot(f"step_{slot.step}-lineage_{lineage}", slot.step, lineage)
 
     def set_aside(self, slot: Slot, lineage: int) -> None:
-        """One rename, forced to the disk."""
+        """Rename once, and sync."""
         aside = self.aside(slot, lineage)
         if slot != aside:
             (self.root / slot.name).rename(self.root / aside.name)
             sync(self.root)
 
     def contents(self, slot: Slot, path: str) -> Iterator[bytes]:
-        """Read where it stands."""
+        """Read the file in place."""
         with (self.root / slot.name / path).open("rb") as file:
             while piece := file.read(PIECE):
                 yield piece
@@ -343,11 +345,11 @@ class LocalStorage:
             return None
 
     def notes(self, folder: str) -> list[str]:
-        """Files of the folder; it need not be there."""
+        """Names of the folder's files; none if the folder does not exist."""
         return [path.stem for path in (self.root / folder).glob("*.json") if not path.name.startswith(TEMPORARY)]
 
     def put_note(self, name: str, content: bytes) -> None:
-        """Written aside, synced, and named by one rename."""
+        """Write a temporary file, sync it, and rename it once."""
         path = self.root / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"{TEMPORARY}{path.name}")
@@ -364,23 +366,23 @@ class LocalStorage:
 
 SCHEMES = ("s3://", "gs://", "az://")
 LEAST_PART, MOST_PARTS = 8 << 20, 9_000
-"""Bytes of a part of an upload, and how many there may be: S3 takes 10,000 parts of one object."""
+"""Least bytes in a part of an upload, and most parts in one: S3 accepts 10,000 parts for an object."""
 RETRY = timedelta(seconds=60)
-"""How long a request is tried again: a checkpoint may be late, but the trainer waits for it."""
+"""How long a failed request is retried: a checkpoint may be late, but the trainer waits for it."""
 CHECK_PATIENCE = timedelta(seconds=5)
-"""The same of a first question, for whose answer somebody may wait at a terminal."""
+"""The same for the check before a start: a user may be waiting at a terminal."""
 CHECKPOINT = re.compile(r"(lineage_([0-9]+)/step_([0-9]+)(?:-[0-9]+)?)/.+")
 STAGED = re.compile(rf"{re.escape(TEMPORARY)}lineage_([0-9]+)-step_[0-9]+(?:-[0-9]+)?")
 RESTORED = "restored"
 MEMORY = "memory://"
-_memories: dict[str, MemoryStore] = {}  # by URL: opened again in this process, it is the same store
+_memories: dict[str, MemoryStore] = {}  # by URL: opening it again in this process gives the same store
 
 
 def open_objects(url: str, cache: Path, patience: timedelta) -> "ObjectStorage":
     """The storage of a URL; plain HTTP is allowed to this machine only, unless ``AWS_ALLOW_HTTP`` is ``true``.
 
     Raises:
-        SettingsError: the URL names no store that is known, or lacks something that the store needs.
+        SettingsError: the URL names no known store, or lacks something that the store needs.
     """
     if url.startswith(MEMORY):
         return ObjectStorage(_memories.setdefault(url.rstrip("/"), MemoryStore()), url, cache)
@@ -401,20 +403,20 @@ def open_objects(url: str, cache: Path, patience: timedelta) -> "ObjectStorage":
 class ObjectStorage:
     """``store`` is already narrowed to the URL's prefix; ``cache`` is a local directory for files in transit.
 
-    ``_begun``: the places that this process has uploaded to, whether or not anything of it is to be seen there.
+    ``_attempted``: names of slots that this process has uploaded to, even if the store lists nothing there.
     """
 
     store: ObjectStore
     url: str
     cache: Path
-    _begun: set[str] = field(default_factory=set, compare=False, repr=False)
+    _attempted: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def __str__(self) -> str:
         return self.url
 
     @property
     def scratch(self) -> Path:
-        """Files are written to the cache, then uploaded."""
+        """The cache: files are written there, then uploaded."""
         return self.cache
 
     def claims(self) -> list[int]:
@@ -426,33 +428,33 @@ class ObjectStorage:
         """Put an object that must not exist.
 
         Raises:
-            SettingsError: the store overwrites where it was told to create, so that claims mean nothing.
+            SettingsError: the store overwrites an object where a create was requested, so claims are worthless.
         """
         key = f"{CLAIMS}/{number}.json"
         if not self._create(key, content):
             return False
-        # Some S3 servers ignore the condition in silence. Asking once more finds out, before two trainers own the run.
+        # Some S3 servers silently ignore the condition. A second create shows it, before two trainers own the run.
         if self._create(key, content):
             raise SettingsError(
                 f"expected {self.url} to honour 'If-None-Match: *', but it overwrote {key}: "
-                "two trainers could not be told apart; use a store with conditional writes"
+                "two trainers could claim the same lineage; use a store with conditional writes"
             )
         return True
 
     def clear_leftovers(self, lineage: int) -> None:
-        """Delete what is in the cache, and uploads without a manifest."""
+        """Delete older lineages' files in the cache, and their uploads without a manifest."""
         for path in self.cache.glob(f"{TEMPORARY}lineage_*"):
             if (found := STAGED.fullmatch(path.name)) is not None and int(found[1]) < lineage:
                 shutil.rmtree(path, ignore_errors=True)
         shutil.rmtree(self.cache / RESTORED, ignore_errors=True)
-        self._sweep(self._uploads(), lineage)  # last: not everybody may delete
+        self._sweep(self._uploads(), lineage)  # last: these credentials may lack the right to delete
 
     def slot(self, lineage: int, step: int) -> Slot:
-        """A place of its own for every lineage and step."""
+        """A slot for each pair of lineage and step."""
         return Slot(f"lineage_{lineage}/step_{step}", step, lineage)
 
     def slots(self) -> list[Slot]:
-        """Slots with a manifest; the others are uploads that never ended."""
+        """Slots with a manifest; the others are unfinished uploads."""
         return [slot for slot, sizes in self._uploads().items() if self._is_finished(slot, sizes)]
 
     def address(self, slot: Slot) -> str:
@@ -475,23 +477,23 @@ class ObjectStorage:
             yield directory
 
     def secure(self, staged: Path) -> None:
-        """Nothing: it is uploaded."""
+        """Nothing to do: ``publish`` uploads the file."""
 
     def publish(self, slot: Slot, staged: Path, manifest: CheckpointManifest, fence: Callable[[], None]) -> Slot:
-        """Upload the files, then create the manifest; what failed attempts of this lineage left goes first."""
-        begun = self._uploads(f"lineage_{slot.lineage}")
-        with suppress(OSError):  # who may not delete may write: what stays is named in no manifest
-            self._sweep(begun, manifest.lineage + 1)
-        slot = self._unused(slot, begun)
+        """Delete what failed attempts of this lineage left, upload the files, then create the manifest."""
+        uploads = self._uploads(f"lineage_{slot.lineage}")
+        with suppress(OSError):  # credentials that cannot delete may still write; no manifest names the leftovers
+            self._sweep(uploads, manifest.lineage + 1)
+        slot = self._unused(slot, uploads)
         for file in manifest.files:
             part = max(LEAST_PART, file.size // MOST_PARTS)
             with _as_os_error():
                 obstore.put(self.store, f"{slot.name}/{file.path}", staged / file.path, chunk_size=part)
         content = encode_manifest(manifest)
         fence()
-        # A create that was answered too late may have been retried and found its own manifest: that is success.
+        # If the answer to a create came too late, the retry may have found its own manifest there: that is success.
         if not self._create(_manifest_key(slot), content) and self.manifest(slot) != content:
-            raise FileExistsError(f"a newer writer has cleared {self.address(slot)}, or put its manifest there")
+            raise FileExistsError(f"a newer writer has cleared {self.address(slot)}, or written its own manifest there")
         return slot
 
     def fetch(self, slot: Slot, manifest: CheckpointManifest) -> Path:
@@ -516,10 +518,10 @@ class ObjectStorage:
         return slot
 
     def set_aside(self, slot: Slot, lineage: int) -> None:
-        """Nothing: it stands there."""
+        """Nothing to do: it is there already."""
 
     def contents(self, slot: Slot, path: str) -> Iterator[bytes]:
-        """Streamed, not stored."""
+        """Stream the object; nothing is stored."""
         with _as_os_error():
             for piece in obstore.get(self.store, f"{slot.name}/{path}").stream():
                 yield bytes(piece)
@@ -537,7 +539,7 @@ class ObjectStorage:
         return [key.removeprefix(f"{folder}/").removesuffix(".json") for key in self._sizes(folder)]
 
     def put_note(self, name: str, content: bytes) -> None:
-        """One object, which appears whole."""
+        """Write one object, which appears atomically."""
         with _as_os_error():
             obstore.put(self.store, f"{name}.json", content)
 
@@ -556,27 +558,27 @@ class ObjectStorage:
             shutil.rmtree(directory, ignore_errors=True)
 
     def _sweep(self, uploads: Mapping[Slot, Mapping[str, int]], before: int) -> None:
-        """Delete those that never ended, of lineages below ``before``; the mark that they were stays for good."""
+        """Delete unfinished uploads of lineages below ``before``; a mark at the manifest's key stays for good."""
         for slot, sizes in uploads.items():
             mark = _manifest_key(slot)
             pieces = [key for key in sizes if key != mark]
             if not pieces or (slot.lineage or 0) >= before or self._is_finished(slot, sizes):
                 continue
-            # Its manifest may have come since the listing, and may come later: the mark finds the one, and stops the
-            # other.
+            # A manifest may have arrived since the listing, or may arrive later. Creating the mark detects the first
+            # case and prevents the second.
             if mark in sizes or self._create(mark, CLEARED) or self.manifest(slot) == CLEARED:
                 self._delete(pieces)
 
-    def _unused(self, slot: Slot, begun: Iterable[Slot]) -> Slot:
-        """The slot, or the next one of its step at which no upload was begun."""
-        taken = self._begun | {each.name for each in begun}
+    def _unused(self, slot: Slot, uploads: Iterable[Slot]) -> Slot:
+        """The slot, or the next one of its step to which nothing was uploaded."""
+        taken = self._attempted | {each.name for each in uploads}
         names = chain([slot.name], (f"{slot.name}-{attempt}" for attempt in count(2)))
         name = next(name for name in names if name not in taken)
-        self._begun.add(name)
+        self._attempted.add(name)
         return replace(slot, name=name)
 
     def _uploads(self, prefix: str | None = None) -> dict[Slot, dict[str, int]]:
-        """What lies under the names of checkpoints: bytes by key, by slot."""
+        """Objects under checkpoints' names: for each slot, bytes by key."""
         found: dict[Slot, dict[str, int]] = {}
         for key, size in self._sizes(prefix).items():
             if match := CHECKPOINT.match(key):
@@ -584,13 +586,13 @@ class ObjectStorage:
         return found
 
     def _is_finished(self, slot: Slot, sizes: Mapping[str, int]) -> bool:
-        """Whether there is a manifest; ``sizes``: of the slot's objects."""
+        """Whether there is a manifest; ``sizes``: bytes of the slot's objects by key."""
         size = sizes.get(_manifest_key(slot))
-        # Nearly always the size tells the two apart, and nothing is asked for.
+        # The size nearly always tells a manifest from a mark, without a request.
         return size is not None and (size != len(CLEARED) or self.manifest(slot) != CLEARED)
 
     def _sizes(self, prefix: str | None = None) -> dict[str, int]:
-        # Listed to the end in here: the store is asked for its pages during the iteration, and may fail at any.
+        # Iterated to the end in here: each page of the listing is a request, which may fail.
         with _as_os_error():
             return {item["path"]: item["size"] for chunk in obstore.list(self.store, prefix) for item in chunk}
 
@@ -614,15 +616,16 @@ class ObjectStorage:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _as_os_error(), path.open("wb") as file:
             result = obstore.get(self.store, key)
-            # Before the first byte: an object larger than the manifest says cannot verify, and could fill the disk.
+            # Checked before the first byte: an object larger than its manifest says cannot verify, and could fill the
+            # disk.
             if result.meta["size"] > most:
                 raise OSError(f"expected at most {most} bytes in {key}, got {result.meta['size']}")
             for chunk in result.stream():
                 file.write(chunk)
 
 
-# Obstore's errors derive from Exception (all but a missing key, a FileNotFoundError whose text has several lines), and
-# ``CheckpointStorage`` promises OSError.
+# ``CheckpointStorage`` promises OSError. Obstore's errors derive from Exception, except that a missing key raises a
+# FileNotFoundError, whose text has several lines.
 @contextmanager
 def _as_os_error() -> Iterator[None]:
     try:
@@ -647,6 +650,6 @@ def _may_be_plain() -> bool:
     host = urlsplit(environ.get("AWS_ENDPOINT_URL", "")).hostname or ""
     try:
         is_loopback = host == "localhost" or ip_address(host).is_loopback
-    except ValueError:  # any other name, or none: it is not looked up
+    except ValueError:  # another host name, or none: it is not resolved
         is_loopback = False
     return is_loopback or environ.get("AWS_ALLOW_HTTP", "").lower() == "true"

@@ -1,13 +1,14 @@
-"""Checkpoints: a Hugging Face model directory with the trainer's state beside it, vouched for by one manifest.
+"""Checkpoints: a Hugging Face model directory, the trainer's state next to it, and one manifest that lists both.
 
     step_{N}/config.json, model.safetensors, tokenizer files …
     step_{N}/trainer_state/{optimizer,rng}.safetensors, intake.json, report.bin, manifest.json
 
-The order of a write is stage, secure, checksum, fence, publish the manifest. Whoever dies before the last of these has
-written nothing that anybody takes for a checkpoint, and whoever dies after it has written a whole one: the manifest
-names every file with its checksum, so it can only be made, and is only made visible, when all of them are durable.
+The order of a write is stage, secure, checksum, fence, publish the manifest. A process that dies before the last of
+these leaves no checkpoint; one that dies after it leaves a complete one. The manifest lists every file with its
+checksum, and becomes visible only when all files are durable.
 Invariants:
-- the_checkpoint_is_the_truth: weights, optimizer and stream position of one moment, under one manifest written last;
+- a_checkpoint_captures_one_moment: weights, optimizer and stream position belong together, under one manifest that is
+  written last;
 - a_checkpoint_that_does_not_verify_is_never_loaded: every file has its sha256 in the manifest;
 - a_superseded_writer_publishes_nothing: the lineage is checked right before the manifest becomes visible.
 """
@@ -57,16 +58,16 @@ log = structlog.get_logger()
 OPTIMIZER, RNG, READER, REPORT = (f"{STATE}/{name}" for name in (WHOLE, "rng.safetensors", "intake.json", "report.bin"))
 TENSORS = ".safetensors"
 SECURING_THREADS = 4
-"""Files forced to the disk at once share its flushes."""
+"""Files synced at the same time share the disk's flushes."""
 _READER = TypeAdapter(dict[str, JsonValue])
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What a checkpoint holds besides the model. ``reader``: what of its snapshot is not in the manifest.
+    """What a checkpoint holds besides the model. ``reader``: the part of its snapshot that is not in the manifest.
 
-    ``report``: the encoded step report of this step, so that a restart can announce it again. ``optimizer``: of several
-    ranks' files, its tensors are put together as they are asked for.
+    ``report``: the encoded step report of this step, so that a restart can announce it again. ``optimizer``: if several
+    ranks wrote it, its tensors are assembled on access.
     """
 
     manifest: CheckpointManifest
@@ -77,15 +78,15 @@ class TrainerState:
 
     @property
     def size(self) -> int:
-        """Bytes of the tensors."""
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in (*self.optimizer.values(), *self.rng.values()))
 
 
 @dataclass(frozen=True)
 class VerifiedCheckpoint:
-    """A verified checkpoint: where its model is, on this machine, and the rest of its state.
+    """A verified checkpoint; ``directory``: the model on this machine, ``state``: everything else.
 
-    ``undoes``: going on from it undoes what lineages up to this one did after it, as an operator wanted; 0: none.
+    ``undoes``: an operator's rollback to it undoes what lineages up to this one did after it; 0: there is no rollback.
     """
 
     directory: Path
@@ -95,14 +96,14 @@ class VerifiedCheckpoint:
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The checkpoints of one algorithm of a run; the newest ``keep`` of them stay."""
+    """The checkpoints of one algorithm of a run; the newest ``keep`` of them are kept."""
 
     storage: CheckpointStorage
     keep: int
-    _untidy: list[Exception] = field(default_factory=list, compare=False, repr=False)
+    _cleanup_failures: list[Exception] = field(default_factory=list, compare=False, repr=False)
 
     def held(self, claimed: int = 0) -> HeldCheckpoints:
-        """What is claimed and kept here, and by which claim a lineage.
+        """The claims and checkpoints of this storage; with the claim's id of lineage ``claimed``.
 
         Raises:
             CheckpointError: the storage cannot be read.
@@ -110,17 +111,17 @@ class CheckpointStore:
         return held_in(self.storage, claimed)
 
     def claim_lineage(self, *, at_least: int = 1, now: float) -> Lineage:
-        """Take the run over: the next number, greater than that of every claim and every checkpoint.
+        """Take the run over under the next number, greater than that of every claim and every checkpoint.
 
         Raises:
             CheckpointError: the storage cannot be read or written to.
         """
-        # Of the manifests too: checkpoints that were moved here without their claims must not share a lineage.
+        # Manifests count too: a lineage must not be shared with checkpoints that were moved here without their claims.
         newest = max((manifest.lineage for manifest in self.manifests()), default=0)
         lineage = claim_lineage(self.storage, at_least=max(at_least, newest + 1), now=now)
-        # Only under the claim: what looks left over may be an older trainer's that is at it still, and which is
-        # superseded from now on. Of no newer one: whoever stood still here may be superseded itself.
-        self._tidy(lambda: self.storage.clear_leftovers(lineage.number))
+        # Only after the claim: files that look left over may belong to an older trainer that still writes them, and the
+        # claim supersedes it. Files of newer lineages are kept: this trainer may have been suspended and superseded.
+        self._clean_up(lambda: self.storage.clear_leftovers(lineage.number))
         return lineage
 
     def write(
@@ -130,15 +131,15 @@ class CheckpointStore:
         lineage: Lineage,
         write_optimizer: Callable[[Path], Any] | None = None,
     ) -> str:
-        """Write a checkpoint, durably and atomically; where it is, in words.
+        """Write a checkpoint durably and atomically; returns its path or URL.
 
-        ``write_model`` fills the Hugging Face directory. ``write_optimizer`` puts the optimizer's state, of which each
-        rank has a part, into the directory it is given; None: it is the state's. Futures that this lineage does not
-        descend from go.
+        ``write_model`` fills the Hugging Face directory. ``write_optimizer`` writes an optimizer state that is spread
+        over ranks into the directory it is given; None: the optimizer's state is in ``state``. Checkpoints that this
+        lineage does not descend from are deleted.
 
         Raises:
             Superseded: a newer lineage exists; nothing was published.
-            CheckpointError: the disk is full or the store fails; earlier checkpoints are as they were.
+            CheckpointError: the disk is full or the store fails; earlier checkpoints are unchanged.
         """
         assert state.manifest.lineage == lineage.number
         slot = self.storage.slot(lineage.number, state.manifest.step)
@@ -152,54 +153,54 @@ class CheckpointStore:
                 self._set_pinned_aside(slot, lineage)
                 slot = self.storage.publish(slot, directory, manifest, lineage.check)
         except (OSError, SafetensorError) as error:
-            # A newer trainer clears the leftovers of this one: being superseded is then the cause, not the storage.
+            # A newer trainer may have cleared this one's files: then the cause is that this one is superseded.
             with suppress(CheckpointError):
                 lineage.check()
             raise CheckpointError(
                 f"expected to write a checkpoint of about {needed} bytes to {self.storage.address(slot)}, "
                 f"got: {error} ({self._free()} bytes are free in {self.storage.scratch}); "
-                "make room or mend the storage; earlier checkpoints are as they were"
+                "free space or repair the storage; earlier checkpoints are unchanged"
             ) from error
-        # Only now: until the new one is published, the old ones are all that a restart could go on from.
+        # Only now: until the new checkpoint is published, a restart needs the old ones.
         self._forget_old(manifest, lineage)
         return self.storage.address(slot)
 
     def _secured(self, directory: Path) -> tuple[CheckpointFile, ...]:
-        """The staged files, durable; their checksums are made while the disk is waited for."""
+        """Sync the staged files and describe them; checksums are computed while the disk works."""
         paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
         largest_first = sorted(paths, key=lambda path: path.stat().st_size, reverse=True)
         with ThreadPoolExecutor(SECURING_THREADS) as pool:
-            # ``map`` hands everything to the threads at once, the longest flush first; hashing goes on in this one.
+            # ``map`` submits everything at once, the longest flush first. Hashing runs in this thread in the meantime.
             secured = pool.map(self.storage.secure, largest_first)
             files = tuple(_described(directory, path) for path in paths)
             for _ in secured:
-                pass  # raises what the disk did
+                pass  # raises an error of the disk
         return files
 
     def _set_pinned_aside(self, slot: Slot, lineage: Lineage) -> None:
-        """In a directory a lineage takes over the places of older ones; what is pinned there moves out of the way."""
+        """Rename a pinned checkpoint of an older lineage in this slot: in a directory, lineages share slots."""
         if self.storage.aside(slot, lineage.number) == slot:
             return
         data = self.storage.manifest(slot)
         if data is None or not (pinned := pinned_versions(read_pins(self.storage).values())):
             return
-        with suppress(CheckpointError):  # what does not decode cannot be told to be pinned
+        with suppress(CheckpointError):  # a manifest that does not decode cannot be matched with a pin
             there = decode_manifest(data)
             if there.lineage < lineage.number and (there.lineage, there.step) in pinned:
                 lineage.check()
                 self.storage.set_aside(slot, there.lineage)
 
     def newest(self) -> VerifiedCheckpoint | None:
-        """The checkpoint to go on from: the newest that verifies, by lineage and then step, or none if there is none.
+        """The checkpoint to continue from: the newest that verifies, by lineage and then step. None: there is none.
 
-        After a rollback, those that it undid are passed over.
+        Checkpoints that a rollback undid are ignored.
 
         Raises:
-            CheckpointError: there are checkpoints, and none of them verifies; or the storage cannot be read.
+            CheckpointError: there are checkpoints, but none of them verifies; or the storage cannot be read.
         """
         problems = []
         entries, rollback = read_entries(self.storage), read_rollback(self.storage)
-        # Newest first; slots without a sound manifest come before all, so that their problems are on record.
+        # Newest first; slots without a valid manifest come before all others, so that their problems are logged.
         found = resumable(entries, rollback)
         for entry in sorted(found, key=lambda entry: entry.manifest is not None):
             try:
@@ -214,16 +215,16 @@ class CheckpointStore:
         if problems:
             raise CheckpointError(
                 f"expected a checkpoint that verifies in {self.storage}, found none of {len(problems)}: "
-                f"{problems[0]}; restore one, or move them away to begin anew"
+                f"{problems[0]}; restore one, or move them away to start from the initial model"
             )
         return None
 
     def manifests(self) -> list[CheckpointManifest]:
-        """The sound manifests, newest first; the files they name are not verified."""
+        """The valid manifests, newest first; the files that they list are not verified."""
         return read_manifests(self.storage)
 
     def load(self, manifest: CheckpointManifest, slot: Slot | None = None) -> VerifiedCheckpoint:
-        """Fetch, verify and read the checkpoint of a manifest; ``slot``: where it was read, if that is known.
+        """Fetch, verify and read the checkpoint of a manifest; ``slot``: where the manifest was read, if known.
 
         Raises:
             CheckpointError: it does not verify, or cannot be fetched.
@@ -231,7 +232,7 @@ class CheckpointStore:
         slot = slot or self.storage.slot(manifest.lineage, manifest.step)
         try:
             if not self._holds(slot, manifest):
-                # It stands aside, or came with a later attempt at the step.
+                # It was moved aside, or a later attempt at the step wrote it.
                 others = (each for each in self.storage.slots() if each.step == manifest.step and each != slot)
                 slot = next((each for each in others if self._holds(each, manifest)), slot)
             directory = self.storage.fetch(slot, manifest)
@@ -239,7 +240,7 @@ class CheckpointStore:
             raise CheckpointError(f"expected to fetch {self.storage.address(slot)}, got: {error}") from error
         restored = load_checkpoint(directory)
         if restored.state.manifest != manifest:
-            raise CheckpointError(f"expected the checkpoint listed at {directory}, got another one: it was replaced")
+            raise CheckpointError(f"expected the checkpoint listed at {directory}, got another one that replaced it")
         return restored
 
     def _holds(self, slot: Slot, manifest: CheckpointManifest) -> bool:
@@ -252,32 +253,32 @@ class CheckpointStore:
     def _forget_old(self, written: CheckpointManifest, lineage: Lineage) -> None:
         def remove() -> None:
             entries = read_entries(self.storage)
-            # Last, so that a checkpoint that is pinned meanwhile has the longest time to be.
+            # Pins are read last, to see those that were made while the entries were read.
             pinned = pinned_versions(read_pins(self.storage).values())
             for slot in superfluous(entries, written, self.keep, pinned):
-                # In a directory a newer trainer's checkpoint may have come to stand in the place by now.
+                # In a directory, a newer trainer may have written its checkpoint to this slot by now.
                 lineage.check()
                 self.storage.remove(slot)
 
-        self._tidy(remove)
+        self._clean_up(remove)
 
-    def _tidy(self, remove: Callable[[], None]) -> None:
-        """A failure is not worth losing a step for, and is told once: who may not delete may not do so later either."""
+    def _clean_up(self, remove: Callable[[], None]) -> None:
+        """Run ``remove``; a failure does not stop the step. It is logged once, since it usually repeats."""
         try:
             remove()
         except (OSError, CheckpointError) as error:
-            if not self._untidy:
+            if not self._cleanup_failures:
                 log.warning(
-                    "what is not needed any more stays in the checkpoint storage, and is not told of again",
+                    "old files could not be deleted from the checkpoint storage; this is logged once",
                     storage=str(self.storage),
                     problem=str(error),
                 )
-            self._untidy.append(error)
+            self._cleanup_failures.append(error)
         else:
-            self._untidy.clear()
+            self._cleanup_failures.clear()
 
     def _needed(self, state: TrainerState, *, in_parts: bool) -> int:
-        """Bytes of the state, and of the model as in the newest checkpoint; of a state in parts, as in that one."""
+        """Bytes that a checkpoint needs: its state, and a model (and a state in parts) as large as the newest one's."""
         newest = next(iter(self.manifests()), None)
         files = newest.files if newest else ()
         if in_parts:
@@ -289,11 +290,11 @@ class CheckpointStore:
         if free < needed:
             raise CheckpointError(
                 f"expected {needed} bytes free in {self.storage.scratch} for a checkpoint, got {free}; "
-                "make room; earlier checkpoints are as they were"
+                "free space; earlier checkpoints are unchanged"
             ) from OSError(errno.ENOSPC, "too little room")
 
     def _free(self) -> int:
-        # Before the first checkpoint the directory is not there; its nearest parent is on the disk it will be on.
+        # Before the first checkpoint the directory does not exist: its nearest parent is on the same disk.
         existing = next(
             path for path in (self.storage.scratch, *self.storage.scratch.absolute().parents) if path.exists()
         )
@@ -301,14 +302,14 @@ class CheckpointStore:
 
 
 def load_checkpoint(directory: Path) -> VerifiedCheckpoint:
-    """Verify and read a checkpoint on this machine; the model itself is left to the caller.
+    """Verify and read a checkpoint on this machine, except for the model, which the caller loads.
 
     Raises:
         CheckpointError: a file is missing, unreadable, or differs from the manifest.
     """
     try:
         manifest = decode_manifest((directory / STATE / MANIFEST).read_bytes())
-        # Before any of it is parsed: damage is then named by file and checksum, not by what a parser makes of it.
+        # Verified before parsing: an error then names the file and its checksum, and is not a parser's.
         _verify(directory, manifest)
         state = TrainerState(
             manifest=manifest,
@@ -345,7 +346,7 @@ def _verify(directory: Path, manifest: CheckpointManifest) -> None:
         path = directory / file.path
         if path.stat().st_size != file.size or sha256_of(path) != file.sha256:
             raise CheckpointError(f"{path} without its {file.size} bytes of sha256 {file.sha256}")
-        # The checksum says that these are the bytes that were written, this that they are tensors.
+        # The checksum shows that the bytes are those written; opening the file shows that they are tensors.
         if path.suffix == TENSORS:
             with safe_open(path, "numpy"):
                 pass

@@ -95,7 +95,7 @@ async def refused(harness: TrainerHarness) -> str:
     return str(told.value)
 
 
-async def test_an_old_life_is_never_trained_silently_and_a_refused_start_writes_nothing(
+async def test_a_directory_without_the_runs_lineages_trains_only_if_adopted_and_a_refused_start_writes_nothing(
     harness: TrainerHarness,
 ) -> None:
     await a_life(harness)
@@ -162,7 +162,7 @@ async def test_an_adopted_run_goes_on_from_the_checkpoint_that_is_there(harness:
     second.root.mkdir()
     shutil.copytree(harness.root / "checkpoints" / "step_2", second.root / "checkpoints" / "step_2")
     await train(harness, 2, 2)
-    assert "goes on here from step 2" in await refused(second)
+    assert "continues here from step 2" in await refused(second)
     await train(second, 3, 3, adopt=True)
     assert second.skips() == []
     verdict = await audited(second)
@@ -180,7 +180,7 @@ async def test_of_two_directories_the_second_is_refused_while_the_first_goes_on(
         await harness.until_version(1, 1)
 
 
-async def test_a_name_has_one_holder(harness: TrainerHarness) -> None:
+async def test_a_run_name_has_one_holder(harness: TrainerHarness) -> None:
     """Though both found the name free."""
     stores = [MemoryIdentity(), MemoryIdentity()]
     keepers = [IdentityKeeper(harness.bus, RUN, store, holder=f"h:{n}") for n, store in enumerate(stores)]
@@ -309,7 +309,7 @@ async def test_a_node_that_lags_behind_is_waited_for_before_a_lineage_is_claimed
     assert given_out(harness) == []
 
 
-async def test_a_lineage_is_given_once_to_a_run(harness: TrainerHarness) -> None:
+async def test_a_lineage_number_is_claimed_once_per_run(harness: TrainerHarness) -> None:
     """One directory, but two places of checkpoints: both know the run, and neither the other's lineages."""
     identity = MemoryIdentity()
     first, second = Place.make(harness, "a", identity), Place.make(harness, "b", identity)
@@ -332,7 +332,9 @@ async def test_a_lineage_is_given_once_to_a_run(harness: TrainerHarness) -> None
     assert claimed.number == 2
 
 
-async def test_on_a_broker_a_lineage_is_given_once_to_a_run(harness: TrainerHarness, bootstrap_servers: str) -> None:
+async def test_on_a_broker_a_lineage_number_is_claimed_once_per_run(
+    harness: TrainerHarness, bootstrap_servers: str
+) -> None:
     run = f"lineages-{next(_numbers)}"
     for topic in (CONTROL, STEPS):
         await create_topic(bootstrap_servers, topic.full_name(run), 1)
@@ -487,7 +489,7 @@ def test_where_all_agree_or_it_is_told_to_the_run_goes_on(start: Start, run_id: 
         (replace(START, here=MINE, topics=HeldTopics(THEIRS, 2)), "which has run mine, found run theirs"),
         (replace(START, here=MINE, topics=HeldTopics(MINE.replace(adoptions=1, holder="x:/y"))), "taken over by x:/y"),
         (replace(START, here=MINE, held=checkpoint("mine"), topics=HeldTopics(MINE, 2)), "found lineage 1 at most"),
-        (replace(START, held=checkpoint(None), topics=HeldTopics(THEIRS, 1)), "goes on here from step 4"),
+        (replace(START, held=checkpoint(None), topics=HeldTopics(THEIRS, 1)), "continues here from step 4"),
     ],
 )
 def test_where_they_differ_one_line_says_what_was_found_and_the_ways_on(start: Start, said: str) -> None:

@@ -107,7 +107,7 @@ def test_a_straight_run_meets_every_kind_of_record(straight: tuple[Surviving, li
 
 
 @pytest.mark.parametrize("point", list(Failpoint))
-async def test_the_checkpoint_is_the_truth_wherever_a_process_ends(
+async def test_a_checkpoint_captures_one_moment_wherever_a_process_ends(
     point: Failpoint, straight: tuple[Surviving, list[Failpoint]], tmp_path: Path, model_path: Path
 ) -> None:
     harness = TrainerHarness.make(tmp_path, model_path)

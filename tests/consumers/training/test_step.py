@@ -246,7 +246,9 @@ def test_the_last_fifty_norms_are_remembered(model_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["forward", "backward"])
-def test_what_does_not_fit_counts_for_nothing(model_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+def test_an_oversized_micro_batch_leaves_the_sums_unchanged(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
     """Out of memory in the middle: halves, after a gradient that is lost was gathered anew, are the whole."""
     first, second = make_micro_batch(3), make_micro_batch(6, seed=1)
     loss, gradients = gradient_of(make_learner(model_path), [first, second])

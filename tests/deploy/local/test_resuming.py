@@ -110,7 +110,7 @@ def test_an_incomplete_run_is_not_refused(tmp_path: Path) -> None:
     assert not over(judged, directory), "the trainer says what is wrong"
 
 
-def test_the_newest_lineage_leads_and_other_runs_checkpoints_do_not_count(tmp_path: Path) -> None:
+def test_the_newest_lineage_comes_first_and_other_runs_checkpoints_do_not_count(tmp_path: Path) -> None:
     assert resumed_step(settings_of(tmp_path)) == 0
     checkpointed(tmp_path, 100, 40)
     assert resumed_step(settings_of(tmp_path)) == 40

@@ -32,7 +32,7 @@ def test_the_newest_are_kept_by_number() -> None:
     assert gone([entry(1, 8), entry(1, 9)], entry(1, 10)) == ["1-8"]
 
 
-def test_the_newest_lineage_leads(storage: Storage) -> None:
+def test_the_newest_lineage_comes_first(storage: Storage) -> None:
     first = claim_lineage(storage.open(), at_least=1, now=0.0)
     write(storage.open(), 4, first)
     second = claim_lineage(storage.open(), at_least=1, now=0.0)
@@ -63,7 +63,7 @@ def test_who_stood_still_until_a_newer_trainer_had_taken_its_checkpoint_away_rem
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), unique=True), st.integers(2, 4))
-def test_nothing_of_a_newer_lineage_is_forgotten(found: list[tuple[int, int]], keep: int) -> None:
+def test_checkpoints_of_a_newer_lineage_are_kept(found: list[tuple[int, int]], keep: int) -> None:
     written = entry(3, 5, (1, 4))
     names = gone([entry(*pair) for pair in found if pair != (3, 5)], written, keep)
     assert "3-5" not in names

@@ -97,7 +97,7 @@ def upload_with_its_manifest_under_way(
 
 
 @pytest.mark.parametrize("earlier", [FIRST, LATER])
-def test_what_is_cleared_never_becomes_a_checkpoint_whenever_its_manifest_arrives(tmp_path: Path, earlier: int) -> None:
+def test_cleared_files_never_become_a_checkpoint_whenever_its_manifest_arrives(tmp_path: Path, earlier: int) -> None:
     before = (1, 4) if earlier else None
     found = []
     for moment in itertools.count():
@@ -158,7 +158,7 @@ def test_a_manifest_of_a_first_attempt_that_arrives_during_the_second(tmp_path: 
     assert set(found) == ({(1, 6), None} if dies else {(1, 6)})
 
 
-def test_no_key_is_written_twice_with_other_bytes(memory_storage: Storage) -> None:
+def test_a_retried_upload_uses_new_keys(memory_storage: Storage) -> None:
     lineage, opened = claim(memory_storage), memory_storage.open()
     late, put = [], obstore.put
     with pytest.MonkeyPatch.context() as patch:

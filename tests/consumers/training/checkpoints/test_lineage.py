@@ -27,7 +27,7 @@ def claim(storage: Storage, at_least: int = 1) -> Lineage:
     return claim_lineage(storage.open(), at_least=at_least, now=0.0)
 
 
-def test_a_lineage_is_given_once(storage: Storage) -> None:
+def test_a_lineage_number_is_claimed_once(storage: Storage) -> None:
     assert [claim(storage).number for _ in range(3)] == [1, 2, 3]
 
 

@@ -38,7 +38,7 @@ def claimed(storage: Storage) -> Lineage:
 
 @pytest.mark.parametrize("look", [1, 2])
 @pytest.mark.parametrize("occupied", [False, True])
-def test_a_newer_checkpoint_is_never_written_over(local_storage: Storage, look: int, occupied: bool) -> None:
+def test_a_newer_checkpoint_is_never_overwritten(local_storage: Storage, look: int, occupied: bool) -> None:
     write(local_storage.open(), 4, claimed(local_storage))
     zombie = claimed(local_storage)
     if occupied:
@@ -100,7 +100,7 @@ def test_whoever_forgets_old_checkpoints_late_forgets_nothing_of_a_newer_trainer
     assert newest(local_storage.open()) == (3, 6)
 
 
-def test_nothing_of_a_newer_lineage_is_cleared_by_a_trainer_that_stood_still(local_storage: Storage) -> None:
+def test_files_of_a_newer_lineage_are_never_cleared_by_a_trainer_that_stood_still(local_storage: Storage) -> None:
     write(local_storage.open(), 4, claimed(local_storage))
     slow = claim_lineage(local_storage.open(), at_least=1, now=0.0)
     claimed(local_storage)

@@ -28,7 +28,7 @@ def test_no_bit_of_a_manifest_can_change_unnoticed() -> None:
         for bit in range(8):
             changed = bytearray(data)
             changed[index] ^= 1 << bit
-            with pytest.raises(CheckpointError, match="seal does not fit"):
+            with pytest.raises(CheckpointError, match="seal does not match"):
                 decode_manifest(bytes(changed))
 
 

@@ -27,7 +27,7 @@ def restored(storage: Storage, text: str) -> dict[str, PolicyVersion]:
     return {} if done is None else dict(done.undone)
 
 
-def test_what_is_pinned_stays_when_others_are_pruned(storage: Storage) -> None:
+def test_pinned_checkpoints_are_kept_when_others_are_pruned(storage: Storage) -> None:
     written(storage, 2)
     found = savepoints(storage)
     assert pin(found, found.find("2"), "before-lr", 1.0) == "before-lr"
@@ -216,7 +216,7 @@ def test_a_step_of_two_lineages_is_named_by_its_version(memory_storage: Storage)
     restored(memory_storage, "2")
     lineage = CheckpointStore(memory_storage.open(), 9).claim_lineage(now=0.0)
     write(memory_storage.open(), 4, lineage, PolicyVersion(1, 2), keep=9)
-    with pytest.raises(UserError, match=r"several are of that step, got '4'; there are: 3-4, 1-4"):
+    with pytest.raises(UserError, match=r"since several checkpoints have this step, got '4'; there are: 3-4, 1-4"):
         savepoints(memory_storage).find("4")
     assert savepoints(memory_storage).find("undone-1-4").order == (1, 4)
     with pytest.raises(UserError, match=r"got 'nothing'; there are: 3-4, 1-4, 1-2"):
