@@ -1,1 +1,1 @@
-"""A trainer that stands by for the leading one: an optional feature."""
+"""Standby trainers, which take over from a silent leading trainer: an optional feature."""

@@ -1,4 +1,4 @@
-"""Trainers that stand by as a feature: one that has everything loaded, and takes over from a silent leader."""
+"""The feature of standby trainers: each has everything loaded, and takes over from a silent leader."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def build_standby(settings: "Settings", context: "ProcessContext") -> "Role":
-    """One that stands by for it, on this machine or another.
+    """A standby trainer, for a leader on this machine or another.
 
     Raises:
         SettingsError: checkpoints cannot be kept where the settings say.
@@ -24,7 +24,7 @@ def build_standby(settings: "Settings", context: "ProcessContext") -> "Role":
     from streamrl.deploy.wiring.trainer import cached_storage, led, trainer_context
 
     trainer, parts_of = trainer_context(settings, context)
-    # A folder of its own: a trainer that takes the run over empties that of the leading one.
+    # A separate cache folder: a trainer that takes the run over empties the leader's.
     place = cached_storage(settings, "cache-standby")
     prefetch = Prefetch(
         CheckpointStore(place, settings.training.keep_checkpoints),
@@ -34,7 +34,7 @@ def build_standby(settings: "Settings", context: "ProcessContext") -> "Role":
 
     def loaded(is_served: bool) -> "TrainerParts":
         parts = parts_of(is_served)
-        # What is loaded in advance exports for workers; a policy that is not served is loaded when it leads.
+        # The prefetched policy exports weights for workers. A policy that is not served is loaded when it leads.
         open_policy = prefetch.open_policy if is_served else parts.open_policy
         return replace(parts, checkpoints=prefetch, open_policy=open_policy)
 
@@ -54,7 +54,7 @@ def _standbys(settings: "Settings") -> int:
 
 FEATURE = Feature(
     name="standby",
-    # Its command is the trainer's, with an option.
+    # It has no command of its own: `streamrl trainer` with an option starts it.
     processes=FeatureProcesses(
         roles=(FeatureRole("standby", help="", build=build_standby, observed_as="trainer"),),
         standbys=_standbys,

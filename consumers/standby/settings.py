@@ -1,4 +1,4 @@
-"""What ``[run]`` and ``[training]`` say of trainers that stand by."""
+"""Settings of standby trainers, in ``[run]`` and ``[training]``."""
 
 from typing import Annotated
 
@@ -11,7 +11,7 @@ class StandbyTrainers(Section):
     """``[run]``."""
 
     standby_trainers: Annotated[
-        int, Field(ge=0, le=4, description="Trainers that `streamrl run` keeps loaded, to take over from the first.")
+        int, Field(ge=0, le=4, description="Standby trainers that `streamrl run` keeps loaded, to take over.")
     ] = 0
 
 
@@ -19,7 +19,7 @@ class Takeover(Section):
     """``[training]``."""
 
     takeover_after_s: Annotated[
-        float, Field(gt=0, description="A standby takes over when the leading trainer was not heard of for so long.")
+        float, Field(gt=0, description="Seconds without a heartbeat of the leading trainer until a standby takes over.")
     ] = 4.0
 
 

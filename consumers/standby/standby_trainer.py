@@ -1,11 +1,11 @@
-"""A trainer that stands by has everything loaded, and takes over when the leading one is silent.
+"""A standby trainer: it has everything loaded, and takes over when the leading trainer is silent.
 
-Taking over is an ordinary start: the older trainer is fenced in Kafka and at the checkpoints, so one that was only
-slow ends superseded, and no step counts twice. What a standby saves is time: imports, model and checkpoint are there.
-Silence is measured by the listener's clock alone. Invariants, each with a test of its name:
+A take-over is an ordinary start: the older trainer is fenced in Kafka and in the checkpoint storage. So a leader that
+was only slow ends as superseded, and no step counts twice. A standby saves the time of imports and of loading model and
+checkpoint. It measures silence with its own clock only. Invariants, each with a test of its name:
 - a_silent_leader_is_replaced, within ``training.takeover_after_s`` and the time of a start without loading;
-- a_leader_that_beats_is_left_alone, however long its steps take, and one that is still starting as well;
-- an_outage_of_the_broker_is_no_silence_of_the_leader, nor is a standstill of the standby itself.
+- a_leader_with_heartbeats_is_not_replaced, however long its steps take; nor is a leader that is still starting;
+- a_broker_outage_does_not_count_as_silence, nor does a suspension of the standby itself.
 """
 
 import asyncio
@@ -30,16 +30,17 @@ from streamrl.schemas.topics import HEARTBEATS, STEPS
 log = structlog.get_logger()
 
 FIRST_WORD_S = 60.0
-"""Until a leader that was never heard of counts as none: it may be starting at the same time, and loads as much."""
+"""Seconds until a leader that has never sent a heartbeat counts as missing: it may have started at the same time, and
+takes as long to load."""
 POLL_S = 0.25
-"""How soon a request to take over, or a stop, is noticed."""
+"""Seconds within which a request to take over, or a stop, is noticed."""
 
 
 @dataclass
 class Prefetch:
-    """The newest checkpoint and its policy, loaded before they are wanted; stands where the trainer looks for them.
+    """Loads the newest checkpoint and its policy in advance; it takes the place of the trainer's ``Checkpoints``.
 
-    ``newest_mark`` tells cheaply what a start would go on from. All calls come one after the other.
+    ``newest_mark`` identifies, cheaply, the checkpoint that a start would continue from. Calls come one at a time.
     """
 
     checkpoints: Checkpoints
@@ -50,16 +51,16 @@ class Prefetch:
     _policy: Policy | None = None
 
     def refresh(self) -> None:
-        """Load what is newest by now, if it is not loaded."""
+        """Load the newest checkpoint, unless it is loaded already."""
         try:
             mark = self.newest_mark()
             if self._policy is not None and mark == self._mark:
                 return
-            self._policy = self._restored = None  # first: two of them may not fit into memory
+            self._policy = self._restored = None  # first: two policies may not fit into memory
             restored = self.checkpoints.newest()
             self._policy, self._restored, self._mark = self.opened_by(restored), restored, mark
         except CheckpointError as error:
-            # Such as one that its trainer prunes while it is read; there is another try, and the start's own.
+            # For example, the trainer pruned it while it was read. The next refresh, or the start itself, tries again.
             log.warning("nothing loaded in advance", error=str(error))
 
     def held(self, claimed: int = 0) -> HeldCheckpoints:
@@ -71,24 +72,24 @@ class Prefetch:
         return self.checkpoints.claim_lineage(at_least=at_least, now=now)
 
     def newest(self) -> RestoredCheckpoint | None:
-        """See ``Checkpoints``; what is loaded was verified when it was."""
+        """See ``Checkpoints``; a prefetched checkpoint was verified when it was loaded."""
         if self._policy is not None and self.newest_mark() == self._mark:
             return self._restored
         self._policy = self._restored = None
         return self.checkpoints.newest()
 
     def open_policy(self, restored: RestoredCheckpoint | None) -> Policy:
-        """The policy that was loaded in advance, if it is of that checkpoint."""
+        """The prefetched policy if it belongs to that checkpoint; otherwise a newly opened one."""
         policy, self._policy = self._policy, None
         if policy is not None and restored is self._restored:
-            log.info("going on with what was loaded in advance")
+            log.info("continuing with the policy loaded in advance")
             return policy
         return self.opened_by(restored)
 
 
 @dataclass
 class _Watch:
-    """What a standby has heard of the leader. Times are of its own monotonic clock."""
+    """What a standby knows about the leader. Times are from its own monotonic clock."""
 
     algorithm: str
     heard_at: float
@@ -97,7 +98,7 @@ class _Watch:
     has_new_checkpoint: bool = False
 
     def hear(self, message: object, now: float) -> None:
-        """A message of the run."""
+        """Process a message of the run."""
         if isinstance(message, TrainerBeat | StepReport) and message.algorithm == self.algorithm:
             self.heard_at, self.was_heard = now, True
         if isinstance(message, StepReport) and message.algorithm == self.algorithm:
@@ -105,45 +106,48 @@ class _Watch:
 
 
 @dataclass
-class _Prefetching:
+class _PrefetchTask:
     """Loads the newest checkpoint in the compute thread, one at a time."""
 
     prefetch: Prefetch
     compute: Compute
     _task: "asyncio.Task[None] | None" = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self._task = asyncio.create_task(self._refresh())
 
     async def _refresh(self) -> None:
         await self.compute(self.prefetch.refresh)
 
     def is_idle(self) -> bool:
-        """Whether nothing is being loaded; raises what ended the load."""
+        """Whether nothing is being loaded; raises the error of a failed load."""
         if self._task is None or not self._task.done():
             return self._task is None
         self._task.result()
         return True
 
     async def ended(self) -> None:
-        """Wait for the load; raises what ended it."""
+        """Wait for the load; raises its error if it failed."""
         if self._task is not None:
             await self._task
 
     async def close(self) -> None:
-        """Give the load up: one that has begun is waited for; its result is dropped."""
+        """Drop the load: waits for one that has started, and discards its result."""
         if self._task is not None:
             await end_tasks([self._task])
 
 
 Lead = Callable[[TrainerContext, float], Callable[[asyncio.Event], Awaitable[None]]]
-"""Of a context and the seconds between two beats: what trains, and says that it is alive."""
+"""From a context and the seconds between two heartbeats, makes a coroutine function that trains and sends them."""
 
 
 @dataclass
 class StandbyTrainer:
-    """``context``: of the trainer that takes over; its parts go by ``prefetch``. ``takeover_after_s``: silence after
-    which the leader counts as lost; ``first_word_s``: the same while no leader was heard yet; ``lead``: how it trains.
+    """Waits for the leader's silence, then leads.
+
+    ``context``: of the trainer that takes over; its parts use ``prefetch``. ``takeover_after_s``: seconds of silence
+    after which the leader counts as lost; ``first_word_s``: the same before the first message of a leader; ``lead``: how
+    it trains.
     """
 
     context: TrainerContext
@@ -156,17 +160,17 @@ class StandbyTrainer:
     _asked: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take_over(self) -> None:
-        """Somebody knows that the leader is gone: do not wait for its silence."""
+        """Take over now, without waiting for silence: the caller knows that the leader is gone."""
         self._asked.set()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Stand by; lead once no other trainer does.
+        """Stand by, then lead once no other trainer does.
 
         Consumes: heartbeats and steps, from now on; checkpoints.
         Produces: nothing, then what a trainer does.
         Waits for: the leader's silence.
         On failure: raises; a restart stands by again.
-        On stop: ends, as it does when the leader has finished the run.
+        On stop: ends. It also ends when the leader has finished the run.
         """
         if not await self._leader_is_gone(stop):
             return
@@ -184,27 +188,27 @@ class StandbyTrainer:
             return gone
         finally:
             await subscription.close()
-            # In a thread: the client's own tasks go on meanwhile.
+            # In a thread, so that the Kafka client's tasks keep running.
             await in_thread(compute.close)
 
     async def _watch(self, subscription: Subscription, compute: Compute, stop: asyncio.Event) -> bool:
-        prefetching = _Prefetching(self.prefetch, compute)
+        prefetching = _PrefetchTask(self.prefetch, compute)
         try:
             return await self._listen(subscription, prefetching, stop)
         finally:
             await prefetching.close()
 
-    async def _listen(self, subscription: Subscription, prefetching: "_Prefetching", stop: asyncio.Event) -> bool:
+    async def _listen(self, subscription: Subscription, prefetching: "_PrefetchTask", stop: asyncio.Event) -> bool:
         watch, polled_at = _Watch(self.context.settings.algorithm.name, self.monotonic()), self.monotonic()
-        prefetching.begin()
+        prefetching.start()
         log.info("standing by")
         while not stop.is_set():
             if self._asked.is_set():
-                await prefetching.ended()  # the start goes on with it
+                await prefetching.ended()  # the start uses its result
                 return True
             records = await subscription.poll(timeout_s=POLL_S)
             now = self.monotonic()
-            # No leader was silent while this process stood still; a poll that found the broker away takes long, too.
+            # Time in which this process was suspended, or in which a poll waited for the broker, is not silence.
             if now - polled_at > self.takeover_after_s / 2:
                 watch.heard_at += now - polled_at
             polled_at = now
@@ -212,22 +216,22 @@ class StandbyTrainer:
                 watch.hear(message_of(record), now)
             if prefetching.is_idle() and watch.has_new_checkpoint:
                 watch.has_new_checkpoint = False
-                prefetching.begin()
+                prefetching.start()
             patience = self.takeover_after_s if watch.was_heard else max(self.first_word_s, self.takeover_after_s)
-            if now - watch.heard_at > patience and await self._answers(subscription, watch):
+            if now - watch.heard_at > patience and await self._broker_answers(subscription, watch):
                 await prefetching.ended()
                 if watch.is_finished:
                     log.info("the run is finished, nothing to take over")
                 return not watch.is_finished
         return False
 
-    async def _answers(self, subscription: Subscription, watch: _Watch) -> bool:
-        """Whether the broker answers; while it does not, no leader can be heard."""
+    async def _broker_answers(self, subscription: Subscription, watch: _Watch) -> bool:
+        """Whether the broker answers; if not, the leader's silence is counted from now."""
         try:
-            # For the answer as such: any question that changes nothing would do.
+            # Only the answer matters: any other read-only request would do.
             await subscription.end_offsets()
         except BusError as error:
-            log.warning("the broker is silent, so is everybody", error=str(error))
+            log.warning("the broker does not answer, so the leader is not replaced", error=str(error))
             watch.heard_at = self.monotonic()
             return False
         return True

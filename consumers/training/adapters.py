@@ -1,10 +1,10 @@
-"""Low-rank adapters in the policy: put in, named as peft names them on disk, switched off, merged.
+"""Low-rank adapters in the policy: adds them, names them as peft does on disk, switches them off, merges them.
 
-A linear layer W [out, in] computes with W + (alpha / r) B A, of which only A [r, in] and B [out, r] are trained (Hu et
-al., LoRA, 2021, arXiv:2106.09685); B begins at 0, so that the policy begins as its base. There is no dropout: the
-ratio of two policies must not contain noise. With the adapters off, the model is the reference of the KL term.
+A linear layer W [out, in] computes with W + (alpha / r) B A. Only A [r, in] and B [out, r] are trained (Hu et al.,
+LoRA, 2021, arXiv:2106.09685). B starts at 0, so the policy starts as its base. There is no dropout: the ratio of two
+policies must not contain noise. With the adapters off, the model is the reference of the KL term.
 
-Invariant an_adapter_belongs_to_its_base: whoever loads one compares the sha256 of the base's weights.
+Invariant an_adapter_belongs_to_its_base: loading an adapter compares the sha256 of the base's weights.
 """
 
 import json
@@ -24,29 +24,30 @@ from streamrl.schemas.weights import ADAPTER, merged_weight, weights_sha256
 
 ADAPTER_CONFIG = "adapter_config.json"
 BASE = "base_model.json"
-"""Of a checkpoint with an adapter: the base's path and the sha256 of its weights."""
+"""File in a checkpoint with an adapter: the base's path and the sha256 of its weights."""
 _ON_DISK = "base_model.model."
 _PARTS = (".lora_A.default.weight", ".lora_B.default.weight")
 
 
 def model_directory(path: str | Path) -> Path:
-    """Where a model's files are on this machine: the directory itself, or what of a hub's name is in the cache."""
+    """The directory of a model's files on this machine: ``path`` itself, or the cache's for a name on the hub."""
     found = cached_file(str(path), "config.json")
-    assert found is not None, "a model that was loaded has a configuration"
+    assert found is not None, "a loaded model has a configuration"
     return Path(found).parent
 
 
 def add_adapters(model: Any, lora: LoraSettings) -> None:
-    """Put adapters into the model's linear layers, drawn from torch's generator; all other weights stand still.
+    """Add adapters, drawn from torch's generator, to the model's linear layers, and freeze all other weights.
 
     Raises:
-        ModelError: peft is not installed, or the model has no such layers.
+        ModelError: peft is not installed, or the model lacks the named layers.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ModelError(
-            f"expected the package peft for training.lora.rank = {lora.rank}, got {error}; install it, or set it to 0"
+            f"expected the package peft for training.lora.rank = {lora.rank}, got: {error}; install peft, or set the "
+            "rank to 0"
         ) from error
     config = LoraConfig(
         r=lora.rank,
@@ -58,12 +59,12 @@ def add_adapters(model: Any, lora: LoraSettings) -> None:
     )
     wanted = ", ".join(lora.target_modules) or "any linear layer"
     try:
-        # "all-linear" leaves out the output layer, by asking the model which one that is.
+        # "all-linear" leaves out the model's output layer.
         inject_adapter_in_model(config, model)
     except ValueError as error:
-        said = str(error).splitlines()[0]
+        message = str(error).splitlines()[0]
         raise ModelError(
-            f"expected {wanted} in {type(model).__name__} for training.lora.target_modules, got: {said}; "
+            f"expected {wanted} in {type(model).__name__} for training.lora.target_modules, got: {message}; "
             "name linear layers of this model"
         ) from error
     for name, parameter in model.named_parameters():
@@ -71,12 +72,12 @@ def add_adapters(model: Any, lora: LoraSettings) -> None:
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether there are adapters in it."""
+    """Whether the model has adapters."""
     return any(name.endswith(_PARTS) for name, _ in model.named_parameters())
 
 
 def adapter_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The adapters by the names of peft's files, where they are."""
+    """The adapters' tensors, not copied, by their names in peft's files."""
     for name, parameter in model.named_parameters():
         if name.endswith(_PARTS):
             yield f"{_ON_DISK}{name.replace('.default.', '.')}", parameter.detach()
@@ -89,15 +90,15 @@ def layers_of(model: Any) -> list[str]:
 
 @torch.no_grad()
 def load_adapter(model: Any, directory: Path, base_sha256: str) -> None:
-    """Put the adapters of a checkpoint into a model that has such adapters.
+    """Load the adapters of a checkpoint into a model that already has adapters of the same shapes.
 
     Raises:
-        CheckpointError: they are of another base, or of other layers or ranks.
+        CheckpointError: they belong to another base, or have other layers or ranks.
     """
-    told = json.loads((directory / BASE).read_text())
-    if told["sha256"] != base_sha256:
+    base = json.loads((directory / BASE).read_text())
+    if base["sha256"] != base_sha256:
         raise CheckpointError(
-            f"expected the base of the adapter in {directory} (sha256 {told['sha256'][:12]}, was {told['path']}) at "
+            f"expected the base of the adapter in {directory} (sha256 {base['sha256'][:12]}, was {base['path']}) at "
             f"model.path, got weights with sha256 {base_sha256[:12]}; set model.path to the model it was trained on"
         )
     stored, own = load_file(directory / ADAPTER), dict(adapter_tensors(model))
@@ -107,17 +108,17 @@ def load_adapter(model: Any, directory: Path, base_sha256: str) -> None:
         differs = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))[0]
         raise CheckpointError(
             f"expected {differs} of shape {expected.get(differs)} in {directory / ADAPTER}, got {found.get(differs)}; "
-            "training.lora was changed: set it back, or begin anew under another run.name"
+            "training.lora was changed: set it back, or start another run with another run.name"
         )
     for name, tensor in own.items():
         tensor.copy_(stored[name])
 
 
 def adapter_config(lora: LoraSettings, base: str, layers: list[str]) -> str:
-    """``adapter_config.json`` as peft and vLLM read it, with the layers spelled out."""
-    # The last part of each name, as they are given where somebody names them: layers of one kind share it.
+    """``adapter_config.json`` as peft and vLLM read it, with the layers listed by name."""
+    # The last part of each name, as in training.lora.target_modules: layers of one kind share it.
     kinds = sorted({name.rpartition(".")[2] for name in layers})
-    told = {
+    config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(Path(base).absolute()) if Path(base).is_dir() else base,
@@ -128,26 +129,26 @@ def adapter_config(lora: LoraSettings, base: str, layers: list[str]) -> str:
         "bias": "none",
         "inference_mode": True,
     }
-    return json.dumps(told, indent=2) + "\n"
+    return json.dumps(config, indent=2) + "\n"
 
 
 def base_text(base: str, base_sha256: str) -> str:
-    """``base_model.json``."""
+    """The content of ``base_model.json``."""
     return json.dumps({"path": base, "sha256": base_sha256}, indent=2) + "\n"
 
 
 def base_sha256(base: str | Path) -> str:
-    """Identity of a base model: of the bytes of its weights, read once.
+    """The sha256 of a base model's weights, which identifies it; reads all of them.
 
     Raises:
-        WeightsError: it has no weights that could be told.
+        WeightsError: it has no weights that can be read.
     """
     return weights_sha256(model_directory(base))
 
 
 @contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
-    """While the block runs, the model computes as its base."""
+    """During the block, the model computes as its base."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
@@ -157,7 +158,7 @@ def without_adapters(model: Any) -> Iterator[None]:
         yield
     finally:
         for layer in layers:
-            layer.enable_adapters(enabled=True)  # which has them trained again, too
+            layer.enable_adapters(enabled=True)  # also makes them trainable again
 
 
 class BaseScorer:
@@ -174,7 +175,7 @@ class BaseScorer:
 
 @torch.no_grad()
 def write_merged(model: Any, adapter: Path, target: Path) -> None:
-    """Merge a checkpoint's adapter into its base, ``model`` (without adapters), and write it for ``from_pretrained``.
+    """Merge a checkpoint's adapter into ``model``, its base without adapters, and write it for ``from_pretrained``.
 
     Raises:
         CheckpointError: the adapter does not fit the model.
@@ -186,7 +187,9 @@ def write_merged(model: Any, adapter: Path, target: Path) -> None:
             continue
         layer = name.removeprefix(_ON_DISK).removesuffix(".lora_A.weight")
         if f"{layer}.weight" not in weights:
-            raise CheckpointError(f"expected a layer {layer} in the base model, got none; give the adapter's own base")
+            raise CheckpointError(
+                f"expected a layer {layer} in the base model, found none; give the adapter's own base"
+            )
         b = stored[name.replace(".lora_A.", ".lora_B.")]
         scale = config["lora_alpha"] / config["r"]
         weights[f"{layer}.weight"].copy_(merged_weight(weights[f"{layer}.weight"], a, b, scale))

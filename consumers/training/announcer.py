@@ -19,10 +19,10 @@ log = structlog.get_logger()
 ATTEMPTS = 70  # pauses of 0.2 + 0.4 + ... + 6.4 + 63 x 10 s = 643 s
 """With the pauses between them, more than ten minutes in which a broker may come back."""
 SENDS = 10
-"""Of one record without a transaction; each waits for its own deadline."""
+"""Attempts to send one record without a transaction; each waits for its own deadline."""
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
-"""Pauses double from the one to the other: a leader election takes about a second, a restart of a broker minutes."""
+"""Pauses double from the first to the longest: a leader election takes about a second, a broker's restart minutes."""
 
 Check = Callable[[], Awaitable[None]]
 """Raises ``Superseded`` if a newer lineage exists."""
@@ -30,16 +30,17 @@ Offsets = Mapping[TopicPartition, int]
 
 
 async def nobody_else() -> None:
-    """The check before a lineage is claimed."""
+    """The check before a lineage is claimed: it always passes."""
 
 
 class StepAnnouncer(Protocol):
     """One way to announce."""
 
     def guard_with(self, check: Check, elsewhere: Check = nobody_else) -> None:
-        """Ask from now on, before anything is risked, whether the lineage just claimed is still the newest.
+        """From now on, check before each risky act that the lineage just claimed is still the newest.
 
-        ``check`` asks where it was claimed; ``elsewhere`` asks the topics, which trainers of other directories share.
+        ``check`` asks the storage where it was claimed; ``elsewhere`` the topics, shared with trainers of other
+        directories.
         """
         ...
 
@@ -50,12 +51,12 @@ class StepAnnouncer(Protocol):
             Superseded: a newer trainer has taken over.
             DeliveryUnknown: no attempt was answered in time.
             BusUnavailable: the broker was away for too long.
-            BusError: the broker does not take them.
+            BusError: the broker does not accept them.
         """
         ...
 
     async def close(self) -> None:
-        """Release."""
+        """Close the publisher."""
         ...
 
 
@@ -90,13 +91,14 @@ class TransactionalAnnouncer:
                 if failures == ATTEMPTS:
                     raise
                 log.warning("announcement unanswered, trying again", attempt=failures, error=str(error))
-                # The producer may not go on after an unknown outcome: only a new one, under the same transactional id,
-                # aborts what may still be open. That fences whoever holds the id, so the lineage is checked before.
+                # A producer must not be used after an unknown outcome. A new one under the same transactional id aborts
+                # the transaction that may still be open. This also fences the id's present holder, so the lineage is
+                # checked before.
                 await self._discard()
                 await self.pause(min(FIRST_PAUSE_S * 2 ** (failures - 1), LONGEST_PAUSE_S))
 
     async def _commit(self, records: Sequence[Outgoing], offsets: Offsets) -> bool:
-        """False if the id is to be opened again first."""
+        """Commit once; false if the id must be opened again first."""
         try:
             await self.fence.commit(records, offsets=offsets, group_id=self.group_id)
         except Superseded as error:
@@ -106,14 +108,14 @@ class TransactionalAnnouncer:
 
     async def _reopened(self) -> None:
         if not self._is_open:
-            # Right before the id is opened again, which fences whoever holds it: another may have taken over by now.
+            # Opening the id fences its present holder, which may be a newer trainer by now.
             await self.check()
             await self.elsewhere()
             self.fence = await self.bus.transactional(self.transactional_id)
-            self._is_open = True  # only now: if no broker answers, the next attempt has to open it still
+            self._is_open = True  # only now: if no broker answers, the next attempt must still open it
 
     async def _settle_fencing(self, error: Superseded) -> None:
-        """Fenced, and yet the newest lineage: once, that is an older trainer that was just being replaced."""
+        """Handle a fencing. If this lineage is still the newest, an older trainer caused it: open again, but only once."""
         await self.check()
         if self._was_fenced:
             raise error
@@ -123,28 +125,30 @@ class TransactionalAnnouncer:
 
     async def _discard(self) -> None:
         if self._is_open:
-            self._is_open = False  # first: a close that fails or is cancelled must not leave the dead one in use
+            self._is_open = (
+                False  # first: if the close fails or is cancelled, the dead publisher must not be used again
+            )
             await self.fence.close()
 
     async def close(self) -> None:
-        """Release."""
+        """Close the publisher."""
         await self._discard()
 
 
 @dataclass
 class PlainAnnouncer:
-    """Single records without a transaction; only the lineage tells an older trainer to stop. Commits no offsets."""
+    """Single records without a transaction; only the lineage check stops an older trainer. Commits no offsets."""
 
     publisher: Publisher
     check: Check = field(default=nobody_else)
 
     def guard_with(self, check: Check, elsewhere: Check = nobody_else) -> None:
-        """See ``StepAnnouncer``. The topics are not asked: that would take longer than the announcement itself."""
+        """See ``StepAnnouncer``. The topics are not read: that would take longer than the announcement itself."""
         self.check = check
 
     async def announce(self, records: Sequence[Outgoing], offsets: Offsets) -> None:
         """See ``StepAnnouncer``."""
-        # No transaction fences an older trainer here: what it sends after this look is told by its lineage alone.
+        # No transaction fences an older trainer here: readers recognise its later records only by their lineage.
         await self.check()
         for record in records:
             await self._publish(record)
@@ -162,14 +166,14 @@ class PlainAnnouncer:
                 return
 
     async def close(self) -> None:
-        """Release."""
+        """Close the publisher."""
         await self.publisher.close()
 
 
 async def open_announcer(
     bus: Bus, kind: Literal["transaction", "plain"], run_name: str, algorithm: str
 ) -> StepAnnouncer:
-    """An announcer of a run's algorithm. In transactions, this fences older trainers of it.
+    """An announcer of a run's algorithm. With transactions, opening it fences the algorithm's older trainers.
 
     Raises:
         BusUnavailable: no broker answers.
@@ -180,13 +184,13 @@ async def open_announcer(
     return TransactionalAnnouncer(bus, name, f"{run_name}.{algorithm}", await bus.transactional(name))
 
 
-# Announcements under way while the trainer goes on gathering: at most one, so that their order never changes. What is
-# announced may still have to be made: then weights are exported before anybody is told of them, and one set at a time.
-
-
 @dataclass
 class Announcements:
-    """``done`` is called after each one."""
+    """Announces in the background while the trainer gathers; at most one at a time, so that their order never changes.
+
+    The records may still have to be made. So weights are exported before they are announced, one set at a time.
+    ``done`` is called after each announcement; ``under_way``: the task of the present one.
+    """
 
     announcer: StepAnnouncer
     done: Callable[[], None]
@@ -194,13 +198,13 @@ class Announcements:
     _is_made: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def post(self, make: Callable[[], Awaitable[Sequence[Outgoing]]], offsets: Offsets) -> None:
-        """Make records and announce them, once the one before is settled; returns while this one is under way.
+        """Wait for the previous announcement, then start to make these records and announce them in the background.
 
-        What fails in the making ends the announcement.
+        If making them fails, nothing is announced, and the next wait raises the error.
 
         Raises:
-            Superseded: see ``StepAnnouncer``, for the one before.
-            BusError: see ``StepAnnouncer``, for the one before.
+            Superseded: see ``StepAnnouncer``, for the previous announcement.
+            BusError: see ``StepAnnouncer``, for the previous announcement.
         """
         await self.settled()
         self._is_made.clear()
@@ -215,7 +219,7 @@ class Announcements:
         self.done()
 
     async def made(self) -> None:
-        """Wait until the records of the one under way are made, if not until they are announced.
+        """Wait until the records of the present announcement are made, not until they are announced.
 
         Raises:
             Superseded: see ``StepAnnouncer``.
@@ -228,20 +232,20 @@ class Announcements:
             await self.settled()
 
     async def settled(self) -> None:
-        """Wait for the one under way.
+        """Wait for the present announcement, if there is one.
 
         Raises:
             Superseded: see ``StepAnnouncer``.
             BusError: see ``StepAnnouncer``.
         """
         if self.under_way is not None:
-            # ``wait`` and not ``await``: whoever is cancelled here does not cancel the announcement with it.
+            # ``wait`` instead of ``await``: cancelling this caller must not cancel the announcement.
             await asyncio.wait({self.under_way})
             finished, self.under_way = self.under_way, None
             finished.result()
 
     async def close(self) -> None:
-        """Give up the one under way, if any, and release."""
+        """Cancel the present announcement, if there is one, and close the announcer."""
         try:
             if (left := self.under_way) is not None:
                 left.cancel()

@@ -1,8 +1,8 @@
 """The attention that a model computes with: torch's or flash attention's, over rows or within the documents of a row.
 
-``attend_within_documents`` calls torch's scaled dot-product attention once a document, the block-diagonal causal mask
-without ever holding its T x T entries; flash attention is called once for all of them. Of a model that is to keep
-documents apart it is made sure when it is opened: by what its configuration says of its layers, and by a probe.
+``attend_within_documents`` calls torch's scaled dot-product attention once for each document. This equals a
+block-diagonal causal mask, without its T x T entries in memory. Flash attention is called once for all documents. A
+model that must keep documents apart is checked when it is opened: by its configuration's layer types, and by a probe.
 """
 
 import inspect
@@ -28,9 +28,9 @@ _PROBED = (5, 1, 4)
 def attend_within_documents(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Causal attention of [B, heads, T, size] each; of the documents of ``document_lengths``, within each of them.
+    """Causal attention within each document; query, key and value are [B, heads, T, size].
 
-    Without them a row is one document. Returns [B, T, heads, size].
+    ``options`` may hold ``document_lengths``; without them a row is one document. Returns [B, T, heads, size].
     """
     lengths: Sequence[int] = options.pop(DOCUMENT_LENGTHS, None) or (query.shape[2],)
     window = options.get("sliding_window")
@@ -40,7 +40,7 @@ def attend_within_documents(
 
 
 def _window_mask(query: Tensor, window: int | None) -> Tensor | None:
-    """Bool [1, 1, L, L] of the last ``window`` positions, its own among them; None: plainly causal."""
+    """Mask of the last ``window`` positions including the own one, bool [1, 1, L, L]; None: a causal mask is enough."""
     length = query.shape[2]
     if window is None or length <= window:
         return None
@@ -49,16 +49,16 @@ def _window_mask(query: Tensor, window: int | None) -> Tensor | None:
 
 
 def restore(model: Any) -> None:
-    """Undo ``prepare``: to look into the model, which flash attention allows in half precision only."""
+    """Undo ``prepare``, to inspect the model in full precision, which flash attention does not support."""
     if getattr(model.config, "_attn_implementation", None) in (WITHIN_DOCUMENTS, "flash_attention_2"):
         model.set_attn_implementation("sdpa")
 
 
 def prepare(model: Any, training: TrainingSettings) -> None:
-    """Let a model's attention be what the settings say.
+    """Set the model's attention to what the settings say.
 
     Raises:
-        ModelError: it cannot compute the documents of one row apart, or there is no such attention.
+        ModelError: the model cannot keep the documents of one row apart, or does not support this attention.
     """
     if training.packing == "varlen":
         _refuse_unless_apart(model)
@@ -72,7 +72,7 @@ def _refuse_unless_apart(model: Any) -> None:
         raise _not_apart(model, f"layers of {sorted(kinds)[0]}")
     if "position_ids" not in inspect.signature(model.get_decoder().forward).parameters:
         raise _not_apart(model, "no position_ids")
-    # Only a model that works with flash attention hands the width of a sliding window down to its attention.
+    # Only a model that supports flash attention passes the width of a sliding window to its attention.
     if not all(getattr(model, name, False) for name in ("_supports_sdpa", "_supports_flash_attn")):
         raise _not_apart(model, "an attention of its own")
     expected = _probe(model, "padded")
@@ -97,16 +97,16 @@ def _set_attention(model: Any, attention: str) -> None:
     try:
         model.set_attn_implementation(attention)
     except (ImportError, ValueError) as error:
-        said = (str(error).strip() or repr(error)).splitlines()[0]
+        message = (str(error).strip() or repr(error)).splitlines()[0]
         raise ModelError(
-            f"expected {attention} for {type(model).__name__}, got: {said}; "
+            f"expected {attention} for {type(model).__name__}, got: {message}; "
             'set training.attn_implementation = "sdpa", or install it'
         ) from error
 
 
 @torch.no_grad()
 def _probe(model: Any, packing: Packing) -> Tensor:
-    """States [K, H] of all positions of some documents."""
+    """Hidden states [K, H] of all K positions of the probe's documents."""
     device, vocabulary = model.device, int(model.config.get_text_config().vocab_size)
     count = len(_PROBED)
     ids = (torch.arange(count * max(_PROBED), device=device) * 7 % vocabulary).view(count, -1)

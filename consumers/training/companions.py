@@ -1,7 +1,7 @@
-"""The models that an algorithm has beside the policy: a frozen reference, a frozen teacher, a critic that learns.
+"""The models that an algorithm needs besides the policy: a frozen reference, a frozen teacher, a critic that learns.
 
-A critic's weights and moments go into the checkpoint beside the policy's moments (``Critic.PREFIX``), so that a resumed
-or replayed step finds both as they were.
+A critic's weights and moments are stored in the checkpoint with the policy's moments (``Critic.PREFIX``), so that a
+resumed or replayed step starts from the same state.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from streamrl.schemas.errors import ModelError
 
 
 class Critic(nn.Module):
-    """V(s): a linear head on hidden states, of the policy or of a trunk of its own. Begins at 0 everywhere."""
+    """V(s): a linear head on hidden states, of the policy or of a separate trunk. All values start at 0."""
 
     PREFIX = "critic."
 
@@ -30,30 +30,30 @@ class Critic(nn.Module):
         super().__init__()
         config = policy.config.get_text_config()
         device = next(policy.parameters()).device
-        # Zeros, and drawn from no generator: a fresh critic is the same in every process and in every replay.
+        # Zeros, not random: a fresh critic is the same in every process and in every replay.
         self.head = nn.Parameter(torch.zeros(1, int(config.hidden_size), device=device))
         self.bias = nn.Parameter(torch.zeros(1, device=device))
         self.own_trunk = trunk
-        # In a list, or the policy's weights would be taken for the critic's.
+        # In a list, so that ``nn.Module`` does not register the policy's weights as the critic's.
         self._policy = [policy]
         self.states_at: Callable[[Tensor, Tensor, Tensor], Tensor] = self._states_at
         """Hidden states [K, H] of K positions (row and column, int64 [K]) of token ids [B, S]."""
         if policy.get_decoder() is policy:
             raise ModelError(
-                f"expected a model with hidden states apart from its logits for a critic, got {type(policy).__name__}; "
-                "choose an algorithm without one"
+                f"expected a model that gives hidden states without logits, for a critic, got {type(policy).__name__}; "
+                "choose an algorithm without a critic"
             )
         self._training = training
         self._peak = settings.critic.learning_rate
         self.optimizer = GuardedAdamW(self.named_parameters(), training, settings.critic.max_grad_norm)
 
     def forward(self, input_ids: Tensor, mask: Tensor) -> Tensor:
-        """Values [B, S], float32: at t, of the state in which token t was sampled; 0 where ``mask`` [B, S] is 0.
+        """Values [B, S], float32. Entry t is the value of the state before token t; 0 where ``mask`` [B, S] is 0.
 
         ``mask`` is 0 at the first position.
         """
         row, column = torch.nonzero(mask, as_tuple=True)
-        # The policy's states are looked at and not taught: its gradient is its own loss's alone.
+        # The critic's loss must not train the policy, so no gradient flows into the policy's states.
         with torch.set_grad_enabled(self.own_trunk is not None and torch.is_grad_enabled()):
             states = self.states_at(input_ids, row, column - 1)  # the state before a token is one token back
         with torch.autocast(states.device.type, enabled=False):
@@ -65,24 +65,24 @@ class Critic(nn.Module):
         return states_at(body_of(trunk), self._training.packing, input_ids, row, column)
 
     def scale(self, factor: float) -> float:
-        """Multiply the gathered gradient; its norm then."""
+        """Multiply the accumulated gradient; returns its L2 norm afterwards."""
         return self.optimizer.scale(factor)
 
     def problem(self, loss: float, norm: float) -> str:
-        """Why the gradient must not be applied. However large it is: a critic that knows nothing has far to go."""
+        """Why the gradient must not be applied; empty if it may be. A large norm is fine: a fresh critic learns fast."""
         problem = self.optimizer.problem(loss, norm, 0.0)
         return problem and f"critic: {problem}"
 
     def take_step(self, norm: float, step: int) -> None:
-        """Take an update of the step that follows ``step`` finished ones."""
+        """Apply an update of the step that follows ``step`` finished ones."""
         self.optimizer.apply(norm, learning_rate_at(step, self._training, self._peak))
 
     def clear(self) -> None:
-        """Drop the gathered gradient."""
+        """Drop the accumulated gradient."""
         self.optimizer.clear()
 
     def weights(self) -> dict[str, Tensor]:
-        """By name, on the CPU."""
+        """Weights by name, on the CPU."""
         return {
             f"{self.PREFIX}{name}": parameter.detach().cpu().clone().contiguous()
             for name, parameter in self.named_parameters()
@@ -94,7 +94,7 @@ class Critic(nn.Module):
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what ``tensors`` gave; without any, it stays as it began."""
+        """Restore what ``tensors`` returned; values that are missing are left unchanged."""
         own = {name.removeprefix(self.PREFIX): value for name, value in tensors.items() if name.startswith(self.PREFIX)}
         for name, parameter in self.named_parameters():
             if name in own:
@@ -104,7 +104,7 @@ class Critic(nn.Module):
 
 @dataclass(frozen=True)
 class Companions:
-    """What an algorithm computes with beside the policy; None where it needs none."""
+    """The models that an algorithm uses besides the policy; None: it needs no such model."""
 
     reference: Any | None = None
     teacher: Any | None = None
@@ -118,16 +118,16 @@ def open_companions(
     training: TrainingSettings,
     frozen: Callable[[str, torch.device], Any] = load_reference,
 ) -> Companions:
-    """Load what the algorithm needs. ``frozen`` loads a model that is not trained.
+    """Load the models that the algorithm needs. ``frozen`` loads a model that is not trained.
 
     Raises:
-        ModelError: there is no such model, or it does not fit the policy.
+        ModelError: a model does not exist, or does not fit the policy.
     """
     algorithm, device = algorithm_of(settings), policy.device
-    # Always the initial model, also after a restore: KL(pi || ref) is measured from where the run began.
+    # Always the initial model, even after a restore: KL(pi || ref) is measured from where the run started.
     reference = None
     if algorithm.needs_reference:
-        # With adapters, the policy itself holds it: its base, once they are off.
+        # With adapters, the policy contains the reference: its base, with the adapters off.
         reference = policy if training.lora.rank else frozen(initial_model, device)
     teacher = _teacher(policy, settings, frozen) if algorithm.has_teacher else None
     critic = None

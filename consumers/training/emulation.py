@@ -1,9 +1,9 @@
-"""Training that only takes time: a device, the place where calls for it are made, and a policy that learns nothing.
+"""Emulated training: a device that only takes time, a ``Compute`` that waits for it, and a policy that learns nothing.
 
-Checkpoints, lineages and weight versions are real, so that relays, workers and restarts do what they always do; the
-weights are the number of their step. As on a real device, micro-batches are launched and then waited for: the caller
-may be a little ahead, so that its own work, and a late wake-up, leave no gap between two of them. Invariant
-work_in_a_row_takes_the_sum_of_its_durations.
+Checkpoints, lineages and weight versions are real, so relays, workers and restarts behave as in a real run. The weights
+are the number of their step. As on a real device, micro-batches are launched first and waited for later. The caller may
+run a little ahead, so that its own work or a late wake-up leaves no gap between two micro-batches. Invariant
+consecutive_work_takes_the_sum_of_its_durations.
 """
 
 import asyncio
@@ -38,11 +38,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 RUN_AHEAD_S = 0.02
-"""Launched work that need not be done when a call returns; seconds of the wall clock: longer than a late wake-up."""
+"""How much launched work may be unfinished when a call returns, in seconds of the wall clock; more than a late wake-up
+takes."""
 
 
 class EmulatedDevice:
-    """Works on one thing after the other; ``time_scale`` emulated seconds take one second."""
+    """Does one piece of work at a time; ``time_scale`` emulated seconds take one second."""
 
     def __init__(self, time_scale: float, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._time_scale = time_scale
@@ -50,24 +51,24 @@ class EmulatedDevice:
         self._free_at = self._returns_at = monotonic()
 
     def launch(self, seconds: float) -> None:
-        """Work for so many emulated seconds, after what was launched before."""
-        # A busy device begins when it is free, so that lateness of the caller does not add up; an idle one begins now.
+        """Queue work of so many emulated seconds, after earlier work."""
+        # A busy device starts the work when it is free, so delays of the caller do not add up; an idle one starts now.
         self._free_at = max(self._free_at, self._monotonic()) + seconds / self._time_scale
-        # Never earlier than before: a ``finish`` still holds if more is launched behind it.
+        # Never earlier than before: a ``finish`` stays valid if more work is launched after it.
         self._returns_at = max(self._returns_at, self._free_at - RUN_AHEAD_S)
 
     def finish(self, seconds: float) -> None:
-        """The same, and the call that does it returns when everything is done."""
+        """Queue work like ``launch``; the call then returns only when all work is done."""
         self.launch(seconds)
         self._returns_at = self._free_at
 
     def wall_s_to_wait(self) -> float:
-        """Seconds of the wall clock until the caller may go on."""
+        """Seconds of the wall clock until the caller may continue."""
         return self._returns_at - self._monotonic()
 
 
 class EmulatedCompute:
-    """A ``Compute``: makes calls in a thread, for their files' sake, and then waits for the device."""
+    """A ``Compute`` that runs calls in a thread, because they use files, and then waits for the device."""
 
     def __init__(self, device: EmulatedDevice) -> None:
         self._device = device
@@ -75,8 +76,8 @@ class EmulatedCompute:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="compute")
 
     async def __call__(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The call's result, when the device is done with it; what it raises is raised here."""
-        # Held while waiting too: the one thread is free by then, and the next call must still come after this one.
+        """The call's result, once the device has finished; its exceptions are raised here."""
+        # Held during the wait too: the thread is free by then, but the next call must still come after this one.
         async with self._turn:
             result = await in_thread(partial(call, *args, **kwargs), executor=self._pool)
             if (wait_s := self._device.wall_s_to_wait()) > 0:
@@ -89,12 +90,12 @@ class EmulatedCompute:
 
 
 NO_LIMIT = 1 << 30
-"""Above any vocabulary and any length: this policy looks at no token."""
+"""Above any vocabulary and any length: this policy reads no tokens."""
 CONFIG = json.dumps({"model_type": "emulated"})
 
 
 class EmulatedPolicy:
-    """A ``Policy`` whose calls take their time on ``device``; the export of weights beside them on ``exporting``."""
+    """A ``Policy`` whose calls take time on ``device``, and whose exports take time on ``exporting``."""
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class EmulatedPolicy:
         *,
         ranks: int = 1,
     ) -> None:
-        """``ranks``: devices like this one among which each micro-batch is dealt."""
+        """``ranks``: number of equal devices that share each micro-batch."""
         self._durations = durations
         self._ranks = ranks
         self._device = device
@@ -116,16 +117,16 @@ class EmulatedPolicy:
         self._checkpoints = checkpoints
         self._step = restored.state.manifest.step if restored else 0
         self._gathered_s = 0.0
-        self._is_swept = False
+        self._has_removed_leftovers = False
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken since the beginning of the run."""
+        """Optimizer steps taken since the start of the run."""
         return self._step
 
     @property
     def limits(self) -> ModelLimits:
-        """None."""
+        """No limits in practice."""
         return ModelLimits(vocabulary=NO_LIMIT, positions=NO_LIMIT)
 
     def accumulate(self, batch: MicroBatch) -> None:
@@ -135,33 +136,33 @@ class EmulatedPolicy:
         self._device.launch(seconds)  # returns at once: ``EmulatedCompute`` waits, off this thread
 
     def discard(self) -> None:
-        """Nothing is undone: what was launched still takes its time."""
+        """Forget the launched micro-batches; the device still takes their time."""
         self._gathered_s = 0.0
 
     def finish_step(self, reward_deviation: float) -> StepOutcome:
-        """Wait for the micro-batches, and for the optimizer."""
+        """Wait for the micro-batches and the optimizer."""
         self._device.finish(self._durations.optimizer_step_s)
         self._step += 1
         train_s, self._gathered_s = self._gathered_s + self._durations.optimizer_step_s, 0.0
         return StepOutcome(True, "", {"loss": 0.0, "emulated/train_s": train_s})
 
     def snapshot(self) -> "EmulatedSnapshot":
-        """The number of the step is all there is to copy."""
+        """A copy of the step's number, which is all there is."""
         return EmulatedSnapshot(self._step, self._export)
 
     def _export(self, step: int, version: PolicyVersion, now: float) -> str:
-        # Not on the device that trains: there it would stand in line behind the next step.
+        # Not on the device that trains: there it would queue after the next step.
         self._exporting.finish(self._durations.export_s)
-        if not self._is_swept:
-            # Only under a lineage: what looks left over may be that of a leader for which this one stands by.
+        if not self._has_removed_leftovers:
+            # Only here, where this trainer holds a lineage: a standby must not remove files that the leader is writing.
             remove_leftovers(self._weights.root)
-            self._is_swept = True
+            self._has_removed_leftovers = True
         return self._weights.export(_tensors(step), {"config.json": CONFIG}, version, step, now)
 
     def checkpoint(
         self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: Lineage
     ) -> str:
-        """Write a checkpoint of this moment; where it is."""
+        """Write a checkpoint of this moment; returns its path or URL."""
         assert isinstance(lineage, Lineage), "claimed from the same store"
         self._device.finish(self._durations.checkpoint_s)
         state = TrainerState(manifest, optimizer={}, rng={}, reader=dict(reader), report=report)
@@ -180,11 +181,11 @@ class EmulatedSnapshot:
     write: Callable[[int, PolicyVersion, float], str]
 
     def export(self, version: PolicyVersion, now: float) -> str:
-        """Put the weights into the store; the sha256 of their manifest."""
+        """Write the weights to the store; returns the sha256 of their manifest."""
         return self.write(self.step, version, now)
 
     def digests(self) -> dict[str, str]:
-        """None are made: there is nothing to compare."""
+        """Empty: there is nothing to compare."""
         return {}
 
 
@@ -193,7 +194,7 @@ def _tensors(step: int) -> dict[str, Tensor]:
 
 
 def dealt_s(batch: MicroBatch, durations: TrainingCosts, ranks: int) -> float:
-    """Emulated seconds of a micro-batch's forward and backward pass, dealt over ranks that wait for the slowest."""
+    """Emulated seconds of a micro-batch's forward and backward pass on several ranks, which wait for the slowest."""
     if ranks == 1:
         return forward_backward_s(batch, durations)
     shares = [share for share in deal(batch.lengths.tolist(), ranks, batch.packing) if share]
@@ -202,7 +203,7 @@ def dealt_s(batch: MicroBatch, durations: TrainingCosts, ranks: int) -> float:
 
 def forward_backward_s(batch: MicroBatch, durations: TrainingCosts) -> float:
     """Emulated seconds of a micro-batch's forward and backward pass."""
-    # a + b sum(L) + c sum(L^2) over the rows' lengths L; if padding counts, every row is as long as the width S.
+    # a + b sum(L) + c sum(L^2) over the rows' lengths L. If padding counts, every row is as long as the width S.
     rows, width = batch.input_ids.shape  # [B, S]
     tokens, squares = batch.num_tokens, int((batch.lengths.astype("int64") ** 2).sum())
     if durations.padding_counts and batch.packing == "padded":

@@ -8,10 +8,10 @@ from enum import StrEnum
 
 
 class Failpoint(StrEnum):
-    """In the order in which a process passes them; each names what was just done.
+    """Failpoints in the order in which a process passes them; each names what was just done.
 
-    From ``WEIGHTS_EXPORTED`` to ``REPORT_MADE``, and from ``ANNOUNCING`` to ``ANNOUNCED``, those of one step may be
-    passed while the groups of the next one are taken.
+    A step's failpoints from ``WEIGHTS_EXPORTED`` to ``REPORT_MADE``, and from ``ANNOUNCING`` to ``ANNOUNCED``, may be
+    passed while the groups of the next step are taken.
     """
 
     IDENTITY_HELD = "identity_held"
@@ -52,4 +52,4 @@ FailpointHook = Callable[[Failpoint], None]
 
 
 def no_failpoint(_point: Failpoint) -> None:
-    """What happens at a failpoint unless somebody watches."""
+    """Do nothing at a failpoint: the default outside tests."""

@@ -1,4 +1,4 @@
-"""Where a run's directory keeps which run it is of."""
+"""Stores a run's identity in its directory."""
 
 import os
 import uuid
@@ -18,20 +18,20 @@ class IdentityStore(Protocol):
     """Where a run's directory keeps its identity."""
 
     def load(self) -> RunIdentity | None:
-        """What it says, if anything."""
+        """The stored identity; None if there is none."""
         ...
 
     def swap(self, before: RunIdentity | None, after: RunIdentity | None) -> bool:
-        """Keep ``after`` (None: nothing any more) if ``before`` is what is kept; false if it is not.
+        """Store ``after`` (None: delete the identity) if ``before`` is stored now; false otherwise.
 
-        Of two that find nothing at the same time, one is told true.
+        If two callers find no identity at the same time, exactly one gets true.
         """
         ...
 
 
 @dataclass
 class MemoryIdentity:
-    """For a run without a directory: it lives as long as the object."""
+    """The identity of a run without a directory; it lives as long as this object."""
 
     identity: RunIdentity | None = None
 
@@ -55,12 +55,12 @@ class IdentityFile:
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """The file's path."""
         return self.directory / IDENTITY_FILE
 
     @property
     def run_id(self) -> str | None:
-        """Of the run whose directory this is, if it says so."""
+        """The id of the run whose directory this is; None if the directory has no identity."""
         found = self.load()
         return found.run_id if found is not None else None
 
@@ -68,7 +68,7 @@ class IdentityFile:
         """See ``IdentityStore``.
 
         Raises:
-            UserError: it cannot be read.
+            UserError: the file cannot be read.
         """
         try:
             return RunIdentity.model_validate_json(self.path.read_bytes())
@@ -82,10 +82,10 @@ class IdentityFile:
             ) from error
 
     def swap(self, before: RunIdentity | None, after: RunIdentity | None) -> bool:
-        """See ``IdentityStore``; the file is whole or not there, and durable.
+        """See ``IdentityStore``; the file is written atomically and durably.
 
         Raises:
-            UserError: it cannot be written.
+            UserError: the file cannot be written.
         """
         if self.load() != before:
             return False
@@ -101,7 +101,7 @@ class IdentityFile:
             ) from error
 
     def _put(self, identity: RunIdentity, *, only_if_new: bool) -> bool:
-        # A name of its own, so that two who write at the same time do not write one file.
+        # A unique name, so that two processes that write at the same time do not share a file.
         temporary = self.directory / f".{IDENTITY_FILE}.{uuid.uuid4().hex}"
         try:
             with temporary.open("xb") as file:
@@ -111,7 +111,7 @@ class IdentityFile:
             if not only_if_new:
                 temporary.replace(self.path)
                 return True
-            # A link is refused where the name is taken; a rename would take it over.
+            # A link fails if the name is taken; a rename would replace the file.
             self.path.hardlink_to(temporary)
         except FileExistsError:
             return False

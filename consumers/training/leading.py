@@ -1,4 +1,4 @@
-"""The trainer that leads says that it is alive, by heartbeats on the run's topic."""
+"""Heartbeats of the leading trainer, on the run's topic."""
 
 import asyncio
 import uuid
@@ -20,22 +20,23 @@ from streamrl.schemas.topics import HEARTBEATS
 log = structlog.get_logger()
 
 BEAT_S = 1.0
+"""Seconds between two heartbeats."""
 
 
 @dataclass
 class LeadingTrainer:
-    """A trainer with its sign of life. ``beat_s``: seconds between two beats."""
+    """A trainer that sends heartbeats. ``beat_s``: seconds between two of them."""
 
     trainer: Trainer
     beat_s: float = BEAT_S
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Train, and beat meanwhile.
+        """Train, and send heartbeats during training.
 
         Consumes: trajectories, as the trainer does.
-        Produces: what the trainer does; beats, once it holds a lineage.
+        Produces: what the trainer does; heartbeats, once it holds a lineage.
         Waits for: what the trainer does.
-        On failure: raises what the trainer raises; a beat that fails is no reason to end.
+        On failure: raises what the trainer raises; a failed heartbeat is only logged.
         On stop: ends as the trainer does.
         """
         async with beating(self.trainer.context, lambda: self.trainer.version, self.beat_s):
@@ -46,9 +47,9 @@ class LeadingTrainer:
 async def beating(
     context: TrainerContext, newest: Callable[[], PolicyVersion | None], beat_s: float
 ) -> AsyncIterator[None]:
-    """A trainer is heard within, from its first lineage on, also while it opens the next one, or rests.
+    """Send heartbeats during the block, from the trainer's first lineage on, even while it opens the next one or rests.
 
-    ``newest``: the version of its weights; None: it holds no lineage.
+    ``newest``: the version of the trainer's weights; None: it holds no lineage.
     """
     beats = asyncio.create_task(_beat(context, newest, beat_s))
     try:
@@ -59,7 +60,7 @@ async def beating(
 
 
 async def _beat(context: TrainerContext, newest: Callable[[], PolicyVersion | None], beat_s: float) -> None:
-    """Until cancelled."""
+    """Send heartbeats until cancelled."""
     run, incarnation, sequence, version = context.run, uuid.uuid4().hex[:8], 0, None
     name, topic = context.settings.algorithm.name, HEARTBEATS.full_name(run.scope)
     while True:
@@ -83,5 +84,5 @@ async def _beat(context: TrainerContext, newest: Callable[[], PolicyVersion | No
             finally:
                 await publisher.close()
         except BusError as error:
-            log.warning("sign of life not sent, trying again", error=str(error))
+            log.warning("heartbeat not sent, trying again", error=str(error))
             await asyncio.sleep(beat_s)

@@ -1,4 +1,4 @@
-"""The numbers of one optimizer step, under TRL's and prime-rl's names, and the file they are appended to.
+"""The metrics of one optimizer step, under TRL's and prime-rl's names, and the file to which they are appended.
 
 Knows no torch and no bus.
 """
@@ -22,7 +22,8 @@ from streamrl.schemas.identifiers import SERVED_ARM, PolicyVersion
 from streamrl.schemas.trajectories import FinishReason, Trajectory
 
 GAP_S = 1e-3
-"""Two spans of one phase that are nearer than that are one: a step's many micro-batches are one bar in a display."""
+"""Spans of one phase that are less than this many seconds apart are joined, so that a display shows one bar for all
+micro-batches of a step."""
 
 
 class PhaseSpan(NamedTuple):
@@ -35,35 +36,35 @@ class PhaseSpan(NamedTuple):
 
 @dataclass
 class StepTimer:
-    """Where the time of one step goes: seconds by phase, and when each phase began and ended.
+    """Where the time of one step goes: seconds by phase, and when each phase started and ended.
 
-    ``clock`` tells the time of day; durations are measured on ``monotonic``, which nobody sets.
+    ``clock`` gives the time of day; durations are measured with ``monotonic``, which is never set back.
     """
 
     clock: Callable[[], float] = time.time
     monotonic: Callable[[], float] = time.perf_counter
-    began: float = field(init=False)
+    started_at: float = field(init=False)
     seconds: dict[str, float] = field(default_factory=dict)
     spans: list[PhaseSpan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.began = self.monotonic()
+        self.started_at = self.monotonic()
 
     def restart(self) -> None:
-        """Forget what was measured so far, and begin now."""
-        self.began, self.seconds, self.spans = self.monotonic(), {}, []
+        """Forget all measurements, and start now."""
+        self.started_at, self.seconds, self.spans = self.monotonic(), {}, []
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Add the block's duration. Blocks follow each other; they are not nested."""
-        # Durations by the one clock, moments by the other: a clock that is set must not make a phase negative.
+        """Add the block's duration. Blocks must not be nested."""
+        # Durations from one clock, moments from the other: setting the clock must not make a phase negative.
         start, at = self.monotonic(), self.clock()
         try:
             yield
         finally:
             taken = self.monotonic() - start
             self.seconds[name] = self.seconds.get(name, 0.0) + taken
-            self._add(PhaseSpan(name, at, at + taken))  # not the clock again: it may have been set meanwhile
+            self._add(PhaseSpan(name, at, at + taken))  # not the clock again: it may have been set in the meantime
 
     def _add(self, span: PhaseSpan) -> None:
         last = self.spans[-1] if self.spans else None
@@ -73,13 +74,13 @@ class StepTimer:
             self.spans.append(span)
 
     def since_start(self) -> float:
-        """Seconds since this timer was made, or restarted."""
-        return self.monotonic() - self.began
+        """Seconds since this timer was made or restarted."""
+        return self.monotonic() - self.started_at
 
 
 @dataclass
 class StepMetrics:
-    """Collects what the groups of one step look like."""
+    """Collects rewards, staleness and completions of one step's groups."""
 
     trajectories: list[Trajectory] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
@@ -87,7 +88,7 @@ class StepMetrics:
     staleness: list[float] = field(default_factory=list)
 
     def observe(self, group: Group, credit: Credit, version: PolicyVersion) -> None:
-        """Note a group that enters the gradient of the step that follows ``version``."""
+        """Record a group that enters the gradient of the step after ``version``."""
         for sample in group.samples:
             self.trajectories.append(sample.trajectory)
             self.staleness.append(float(staleness(sample.trajectory, version)))
@@ -100,7 +101,7 @@ class StepMetrics:
             return {}
         return {
             "reward": float(np.mean(self.rewards)),
-            "reward_std": float(np.mean(self.deviations)),  # the groups' deviations, averaged; not that of all rewards
+            "reward_std": float(np.mean(self.deviations)),  # mean of the groups' deviations, not that of all rewards
             # ``deviation`` is exactly 0 for equal rewards, so ``==`` is safe.
             "frac_reward_zero_std": float(np.mean([value == 0.0 for value in self.deviations])),
             "off_policy/mean": float(np.mean(self.staleness)),
@@ -114,23 +115,23 @@ class StepMetrics:
 
 @dataclass
 class PaddingMetrics:
-    """Positions of micro-batches and the tokens on them, by length bucket of the row."""
+    """Counts positions and tokens in micro-batches, by each row's length bucket."""
 
     positions: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     tokens: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     micro_batches: int = 0
 
     def observe(self, batch: MicroBatch, shards: int) -> None:
-        """Note a micro-batch; a row's bucket is told by its partition."""
+        """Record a micro-batch; a row's partition gives its bucket."""
         self.micro_batches += 1
         width = batch.input_ids.shape[1] if batch.packing == "padded" else 0  # input_ids: [B, S]
-        # partition = bucket x shards + shard. A micro-batch may mix buckets, so each row is counted by its own.
+        # partition = bucket x shards + shard. A micro-batch may mix buckets, so each row is counted in its own.
         for ref, length in zip(batch.refs, batch.lengths.tolist(), strict=True):
             self.positions[ref.partition // shards] += width or length
             self.tokens[ref.partition // shards] += length
 
     def summary(self) -> dict[str, float]:
-        """Shares of padding, and how many micro-batches there were; empty if there was none."""
+        """Shares of padding, and the number of micro-batches; empty if there was none."""
         if not self.micro_batches:
             return {}
         by_bucket = {
@@ -152,7 +153,7 @@ def _by_reward_function(trajectories: Iterable[Trajectory]) -> dict[str, float]:
 
 
 def _by_arm(trajectories: Iterable[Trajectory], rewards: Iterable[float]) -> dict[str, float]:
-    """Mean reward and number of what each arm of a split sampled; empty where the served policy sampled all."""
+    """Mean reward and number of trajectories of each arm of a split; empty if the served policy sampled all."""
     found: dict[str, list[float]] = defaultdict(list)
     for trajectory, reward in zip(trajectories, rewards, strict=True):
         found[trajectory.policy or SERVED_ARM].append(reward)
@@ -173,20 +174,20 @@ def _completions(trajectories: list[Trajectory]) -> dict[str, float]:
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(clipped.mean()),
     }
-    if finished.size:  # none at all: a mean of nothing would be NaN
+    if finished.size:  # the mean of an empty array is NaN
         found["completions/mean_terminated_length"] = float(finished.mean())
     return found
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that are numbers; a step report refuses NaN and infinity."""
+    """The metrics without NaN and infinity, which a step report refuses."""
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 
 def append_metrics(
     path: Path, step: int, now: float, metrics: Mapping[str, float], spans: Iterable[PhaseSpan] = ()
 ) -> None:
-    """Add one line of JSON: ``step``, ``time`` (since the epoch), the metrics, ``spans`` as [name, start, end]."""
+    """Append one line of JSON: ``step``, ``time`` (s since the epoch), the metrics, ``spans`` as [name, start, end]."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [[span.name, round(span.start, 4), round(span.end, 4)] for span in spans]
     with path.open("a") as file:

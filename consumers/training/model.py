@@ -44,7 +44,7 @@ def resolve_device(settings: TrainingSettings) -> torch.device:
     """The device to train on.
 
     Raises:
-        ModelError: ``cuda`` was asked for and there is none.
+        ModelError: the setting is ``cuda``, and there is no CUDA device.
     """
     available = torch.cuda.is_available()
     if settings.device == "cuda" and not available:
@@ -62,7 +62,7 @@ def load_model(path: str | Path, device: torch.device, *, gradient_checkpointing
     """
     model = _loaded(path, dtype=torch.float32)
     model.to(device)
-    model.train()  # gradient checkpointing works in no other mode; what else the mode switches on is dropout
+    model.train()  # gradient checkpointing needs this mode; it also switches on dropout
     _silence_dropout(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -70,21 +70,21 @@ def load_model(path: str | Path, device: torch.device, *, gradient_checkpointing
 
 
 def require_weights(path: str | Path) -> None:
-    """Make sure that ``load_model`` will find every tensor in a model's directory; reads only the files' headers.
+    """Check that ``load_model`` will find every tensor in a model's directory; reads only the files' headers.
 
-    Of a model by its name on a hub nothing is looked at: that would download it.
+    A hub's name is not checked: that would download the model.
 
     Raises:
         ModelError: as ``load_model``.
     """
     if Path(path).is_dir():
-        _loaded(path, device_map="meta")  # a rehearsal: the same code as in earnest, on a device without memory
+        _loaded(path, device_map="meta")  # the same code as ``load_model``, on a device without memory
 
 
 def _loaded(path: str | Path, **options: Any) -> Any:
     transformers_logging.disable_progress_bar()
     try:
-        # Told what did not fit, we say it ourselves: tensors that are missing transformers makes up at random.
+        # We check the loading info ourselves, because transformers fills missing tensors with random values.
         model, found = AutoModelForCausalLM.from_pretrained(
             path, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
@@ -96,7 +96,7 @@ def _loaded(path: str | Path, **options: Any) -> Any:
         ) from error
     if missing := sorted(found["missing_keys"]):
         raise ModelError(
-            f"expected all tensors of the model at {str(path)!r}, got none named {missing[0]!r} "
+            f"expected all tensors of the model at {str(path)!r}, found none named {missing[0]!r} "
             f"({len(missing)} missing); fetch or save the whole model again"
         )
     if wrong := sorted(found["mismatched_keys"]):
@@ -109,33 +109,33 @@ def _loaded(path: str | Path, **options: Any) -> Any:
 
 
 def _broken_file(directory: Path) -> str:
-    """Which file it is, as an addition to an error of safetensors, which does not name it."""
+    """The first file that cannot be opened, for a message: safetensors' errors do not name it. Empty: all can."""
     for file in sorted(directory.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
                 pass
         except (OSError, SafetensorError):
-            return f", in {file.name} of {file.stat().st_size:,} bytes: cut short, or not downloaded"
+            return f", in {file.name} of {file.stat().st_size:,} bytes: truncated, or not downloaded"
     return ""
 
 
 def open_policy(initial: str | Path, restored: Path | None, device: torch.device, training: TrainingSettings) -> Any:
-    """The model to train: from a checkpoint's directory if there is one, else the initial one; or that, with adapters.
+    """The model to train: a checkpoint's if there is one, else the initial one; with adapters, the initial one plus those.
 
     Raises:
-        ModelError: see ``load_model``; or there is an adapter where there should be none, or none where there should.
-        CheckpointError: the checkpoint's adapter is of another base, or of another shape.
+        ModelError: see ``load_model``; or an adapter is there unexpectedly, or is missing.
+        CheckpointError: the checkpoint's adapter has another base, or another shape.
     """
     lora, directory = training.lora, restored or initial
     if (found := (Path(directory) / ADAPTER).exists()) and not (lora.rank and restored):
         raise ModelError(
-            f"expected a whole model at {directory}, got an adapter: set training.lora as it was, or merge it first "
-            "(`streamrl checkpoints merge`)"
+            f"expected a whole model at {directory}, got an adapter: set training.lora as it was, or merge the adapter "
+            "first (`streamrl checkpoints merge`)"
         )
     if lora.rank and restored and not found:
         raise ModelError(
             f"expected an adapter in {restored} for training.lora.rank = {lora.rank}, got a whole model: the run "
-            "trained all weights before; set the rank to 0, or begin anew under another run.name"
+            "trained all weights before; set the rank to 0, or start another run with another run.name"
         )
     path = initial if lora.rank else directory
     model = load_model(path, device, gradient_checkpointing=training.gradient_checkpointing)
@@ -159,12 +159,12 @@ def load_reference(path: str | Path, device: torch.device) -> Any:
 
 
 def open_scorer(model: Any, training: TrainingSettings) -> CompletionScorer:
-    """What computes log-probs with a model as the settings say, which also decide the model's attention from now on.
+    """A scorer that computes log-probs as the settings say. It also sets the model's attention.
 
     Raises:
         ModelError: see ``CompletionScorer`` and ``prepare``.
     """
-    restore(model)  # a what-if comes with other settings to the same model
+    restore(model)  # a what-if replay uses the same model with other settings
     scorer = CompletionScorer(model, float32_head=training.cast_lm_head_to_fp32, packing=training.packing)
     prepare(model, training)
     return scorer
@@ -177,8 +177,8 @@ def named_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def _unique_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The model's tensors by name, where they are, tied ones once; of a model with adapters, these."""
-    if has_adapters(model):  # what else there is in it stands still
+    """The model's tensors by name, not copied, tied ones once; only the adapters if it has any."""
+    if has_adapters(model):  # all other weights are frozen
         yield from adapter_tensors(model)
         return
     seen: set[tuple[int, torch.Size]] = set()
@@ -191,7 +191,7 @@ def _unique_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def as_on_disk(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Some models hold weights in another layout than their files do; engines load by the names of the files."""
+    """Tensors in the layout and with the names of Hugging Face files, which some models change in memory."""
     if has_adapters(model):
         return tensors
     converted: dict[str, Tensor] = revert_weight_conversion(model, tensors)
@@ -205,8 +205,8 @@ def _as_float32(tensor: Tensor) -> torch.dtype:
 class WeightCopy:
     """A copy of a model's weights on the CPU, in memory that is allocated once, and pinned for a CUDA device.
 
-    Fresh pages cost about as much as the copy itself, and from memory that is not pinned a device copies at a fraction
-    of its speed.
+    Allocating fresh pages would cost about as much as the copy itself, and copies to memory that is not pinned are
+    several times slower.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -214,13 +214,13 @@ class WeightCopy:
         self._memory: dict[str, Tensor] = {}
 
     def take(self, model: Any) -> dict[str, Tensor]:
-        """Copy the weights as ``named_tensors`` names them, floats as ``dtype``, over those of the last call."""
+        """Copy the weights, named as by ``named_tensors``, floats as ``dtype``; overwrites the last call's copy."""
         tensors = as_on_disk(model, dict(_unique_tensors(model)))
         for name, tensor in tensors.items():
             wanted = self.dtype if tensor.is_floating_point() else tensor.dtype
             if name not in self._memory:
                 self._memory[name] = torch.empty(tensor.shape, dtype=wanted, pin_memory=tensor.is_cuda)
-            # Rounded on the device, so that no more than is kept has to cross to the CPU.
+            # Rounded on the device, so that only the bytes that are kept are copied to the CPU.
             self._memory[name].copy_(tensor.to(wanted) if tensor.is_cuda else tensor, non_blocking=True)
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()

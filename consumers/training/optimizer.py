@@ -1,7 +1,7 @@
-"""AdamW with a gradient that is looked at before it is applied: its state, its norms, its learning rate.
+"""AdamW that checks each gradient before applying it: its state, gradient norms, and learning rate.
 
 Invariant a_bad_gradient_changes_nothing: NaN or infinity, or a norm far above the recent ones, leaves weights and
-moments as they were.
+moments unchanged.
 """
 
 import math
@@ -18,8 +18,8 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 RECENT_NORMS = "recent_grad_norms"
 RECENT_STEPS = 50
 MIN_RECENT_STEPS = 10
-"""Applied gradient norms whose median a new one is compared with, and how many of them that takes: at the beginning,
-and after a warm-up of few steps, norms change by much."""
+"""A new gradient norm is compared with the median of up to ``RECENT_STEPS`` applied ones, from ``MIN_RECENT_STEPS`` on:
+at the start, and after a short warm-up, norms change a lot."""
 
 
 def learning_rate_at(step: int, settings: TrainingSettings, peak: float | None = None) -> float:
@@ -34,11 +34,11 @@ def learning_rate_at(step: int, settings: TrainingSettings, peak: float | None =
 
 
 class HostParameters:
-    """Copies of trained parameters in the processor's memory, which AdamW steps in their place.
+    """Copies of trained parameters in the processor's memory; AdamW updates these instead of the originals.
 
-    What crosses to a CUDA device and back, weights and gradients, is in pinned memory, allocated once; from other
-    memory a device copies at a fraction of its speed. Moments never cross. The weights have to be taken anew
-    (``take_weights``) when somebody else has changed them.
+    Weights and gradients are copied between them and a CUDA device through pinned memory, allocated once: copies from
+    other memory are several times slower. Moments are never copied. Call ``take_weights`` again after other code has
+    changed the weights.
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -49,16 +49,16 @@ class HostParameters:
         self.take_weights()
 
     def take_weights(self) -> None:
-        """Copy the weights from where the model computes."""
+        """Copy the weights from the model."""
         self._copy(self._sources, self._own)
 
     def give_weights(self) -> None:
-        """Copy the weights back."""
+        """Copy the weights back to the model."""
         self._copy(self._own, self._sources)
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Copy the gradients; a parameter without one has none here either."""
+        """Copy the gradients from the model; a parameter without one has none here either."""
         for source, own, memory in zip(self._sources, self._own, self._gradients, strict=True):
             own.grad = None if source.grad is None else memory.copy_(source.grad, non_blocking=True)
         self._await_copies()
@@ -79,10 +79,10 @@ def _host_memory(like: Tensor) -> Tensor:
 
 
 class GuardedAdamW:
-    """Of named parameters. ``max_norm``: gradients are scaled down to it.
+    """AdamW over named parameters. ``max_norm``: larger gradients are scaled down to it.
 
-    With ``training.optimizer_offload`` its state is in the processor's memory, and so the step is taken there. What is
-    looked at and clipped is the gradient on the device, as without.
+    With ``training.optimizer_offload`` its state is in the processor's memory, and the step is taken there. The
+    gradient is checked and clipped on the device in either case.
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], training: TrainingSettings, max_norm: float) -> None:
@@ -95,7 +95,7 @@ class GuardedAdamW:
         self._recent_norms: deque[float] = deque(maxlen=RECENT_STEPS)
 
     def scale(self, factor: float) -> float:
-        """Multiply the gathered gradient; its L2 norm then, 0 if there is none."""
+        """Multiply the accumulated gradient; returns its L2 norm afterwards, 0 if there is no gradient."""
         gradients = [parameter.grad for _, parameter in self._named if parameter.grad is not None]
         if not gradients:
             return 0.0
@@ -103,18 +103,18 @@ class GuardedAdamW:
         return float(nn.utils.get_total_norm(gradients))
 
     def problem(self, loss: float, norm: float, max_norm_ratio: float) -> str:
-        """Why the gradient must not be applied; empty if it may be. ``max_norm_ratio`` 0: however large it is."""
+        """Why the gradient must not be applied; empty if it may be. ``max_norm_ratio`` 0: any finite norm is fine."""
         if not math.isfinite(loss + norm):
             return f"expected a finite loss and gradient, got {loss} and {norm}"
         if not max_norm_ratio or len(self._recent_norms) < MIN_RECENT_STEPS:
             return ""
-        usual = max(median(self._recent_norms), self._max_norm)  # below that nothing is clipped either
+        usual = max(median(self._recent_norms), self._max_norm)  # a norm below max_norm is not even clipped
         if norm <= max_norm_ratio * usual:
             return ""
         return f"expected a gradient norm of at most {max_norm_ratio} x {usual:.3g}, got {norm:.6g}"
 
     def apply(self, norm: float, learning_rate: float) -> None:
-        """Clip the gathered gradient, whose norm this is, and take the step."""
+        """Clip the accumulated gradient, which has this norm, and take the step."""
         self._recent_norms.append(norm)
         # The norm is known already; ``clip_grad_norm_`` would compute it a second time.
         parameters = [parameter for _, parameter in self._named]
@@ -128,7 +128,7 @@ class GuardedAdamW:
             self._host.give_weights()
 
     def clear(self) -> None:
-        """Drop the gathered gradient."""
+        """Drop the accumulated gradient."""
         for _, parameter in self._named:
             parameter.grad = None
 
@@ -143,7 +143,7 @@ class GuardedAdamW:
         }
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what ``tensors`` gave, of the weights that are there; parameters it leaves out start afresh."""
+        """Restore what ``tensors`` returned, for the model's present weights; missing parameters get fresh state."""
         if self._host is not None:
             self._host.take_weights()
         self._recent_norms.extend(tensors.get(RECENT_NORMS, torch.zeros(0)).tolist())
@@ -156,7 +156,7 @@ class GuardedAdamW:
 
 def _adamw(parameters: list[nn.Parameter], settings: TrainingSettings) -> torch.optim.AdamW:
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    # As usual, biases and the scales of norms are not decayed: pulling those to 0 regularises nothing.
+    # As usual, biases and the scales of norms are not decayed: decaying them to 0 does not regularise.
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},

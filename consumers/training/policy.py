@@ -1,7 +1,7 @@
 """The policy being trained, with everything that touches its tensors: learning, checkpoints, export.
 
-All of it runs in the trainer's one compute thread, so that the event loop goes on polling; but for what is done with a
-snapshot, which is a copy, and runs in another thread while the next step is computed. Knows no bus.
+All of it runs in the trainer's one compute thread, so that the event loop can continue to poll. The exception is work on
+a snapshot: it is a copy, and is exported in another thread while the next step is computed. Knows no bus.
 """
 
 import copy
@@ -46,7 +46,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 NO_LIMIT = 1 << 30
-"""Positions of a model whose configuration names no limit, such as one without position embeddings."""
+"""Most positions of a model whose configuration names no limit, such as one without position embeddings."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class PolicyPaths:
 
 @dataclass(frozen=True)
 class LearnerPlan:
-    """What a learner is made of: the model whose weights it begins with, the initial model, and settings.
+    """What a learner is made from: the model whose weights it starts with, the initial model, and settings.
 
-    ``seed``: of weights that the files lack, such as a new head.
+    ``seed``: for weights that the files lack, such as a new head.
     """
 
     model: str
@@ -74,15 +74,15 @@ class LearnerPlan:
 
     @property
     def restored(self) -> Path | None:
-        """The checkpoint's directory, if it begins with one."""
+        """The checkpoint's directory, if the learner starts from one."""
         return Path(self.model) if self.model != self.initial_model else None
 
 
 class TrainedPolicy:
-    """Model, learner and stores of one trainer process. Not safe for two threads at once."""
+    """Model, learner and stores of one trainer process. Not thread-safe."""
 
     _write_optimizer: Callable[[Path], None] | None = None
-    """Puts the optimizer's state into a directory, where it is not the learner's alone."""
+    """Writes an optimizer state that is spread over ranks into a directory; None: the learner holds all of it."""
 
     def __init__(
         self,
@@ -93,17 +93,17 @@ class TrainedPolicy:
         restored: VerifiedCheckpoint | None,
         seed: int = 0,
     ) -> None:
-        """Load the model, from the checkpoint if there is one, and put the learner back where it was.
+        """Load the model and the learner's state, from the checkpoint if there is one.
 
         Raises:
             ModelError: there is no model, or no such device.
         """
-        begins_with = str(restored.directory) if restored else paths.model
-        plan = LearnerPlan(begins_with, paths.model, algorithm, training, max_completion_length, seed)
+        start = str(restored.directory) if restored else paths.model
+        plan = LearnerPlan(start, paths.model, algorithm, training, max_completion_length, seed)
         self.learner = self._open_learner(plan)
         self._base_sha256 = base_sha256(paths.model) if training.lora.rank else ""
-        self._is_swept = False
-        # Digests are of float32; without them the copy may be as small as what is exported.
+        self._has_removed_leftovers = False
+        # Digests need float32; without them the copy may have the smaller exported type.
         self._copy = self._open_copy(torch.float32 if training.tensor_digests else getattr(torch, training.dtype))
         self._copied: dict[str, Tensor] | None = None
         self._texts_by_dtype: dict[str, dict[str, str]] = {}
@@ -111,7 +111,7 @@ class TrainedPolicy:
         self._training = training
         self._checkpoints = CheckpointStore(paths.checkpoints, training.keep_checkpoints)
         self._weights = WeightExporter(paths.weights, training.keep_weight_versions, training.weight_transfer)
-        # The random numbers' state comes last: loading and wrapping models draws from it.
+        # Restore the generators' state last, because loading and wrapping models draws random numbers.
         if restored is not None:
             self.learner.step = restored.state.manifest.step
             self._load_optimizer(restored)
@@ -120,7 +120,7 @@ class TrainedPolicy:
     def _open_learner(self, plan: LearnerPlan) -> PolicyLearner:
         training = plan.training
         device = resolve_device(training)
-        torch.manual_seed(plan.seed)  # before the model: one without all of its weights draws the missing ones
+        torch.manual_seed(plan.seed)  # before loading the model, which draws weights that are missing in the files
         model = open_policy(plan.initial_model, plan.restored, device, training)
         companions = open_companions(model, plan.initial_model, plan.algorithm, training)
         return PolicyLearner(model, companions, plan.algorithm, training, plan.max_completion_length)
@@ -133,17 +133,17 @@ class TrainedPolicy:
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken since the beginning of the run."""
+        """Optimizer steps taken since the start of the run."""
         return self.learner.step
 
     @property
     def limits(self) -> ModelLimits:
-        """What the model can take."""
+        """The model's vocabulary and longest sequence."""
         return limits_of(self.learner.model.config)
 
     @property
     def adapter(self) -> WeightAdapter | None:
-        """What workers have to know of the adapter that is trained; None where all weights are."""
+        """What workers must know about the trained adapter; None if all weights are trained."""
         lora = self._training.lora
         if not lora.rank:
             return None
@@ -154,16 +154,16 @@ class TrainedPolicy:
         self.learner.accumulate(batch)
 
     def discard(self) -> None:
-        """Drop the gathered gradient."""
+        """Drop the accumulated gradient."""
         self.learner.discard()
 
     def finish_step(self, reward_deviation: float) -> StepOutcome:
-        """Apply the gathered gradient, unless it is not fit to be; either way it is gone afterwards."""
-        self._copied = None  # of the weights from before the step
+        """Apply the accumulated gradient unless there is a problem with it; clears it in either case."""
+        self._copied = None  # it holds the weights from before the step
         return self.learner.finish_step(reward_deviation)
 
     def snapshot(self) -> "CopiedWeights":
-        """A copy of the weights as they are, in the memory of the one before."""
+        """A copy of the present weights, in the memory of the previous copy."""
         self._copied = self._copy.take(self.learner.model)
         return CopiedWeights(self._copied, self._critic_weights(), self.step, self._export)
 
@@ -172,10 +172,10 @@ class TrainedPolicy:
         return {} if critic is None else critic.weights()
 
     def _export(self, tensors: Mapping[str, Tensor], step: int, version: PolicyVersion, now: float) -> str:
-        if not self._is_swept:
-            # Only under a lineage: what looks left over may be that of a leader for which this one stands by.
+        if not self._has_removed_leftovers:
+            # Only here, where this trainer holds a lineage: a standby must not remove files that the leader is writing.
             remove_leftovers(self._paths.weights)
-            self._is_swept = True
+            self._has_removed_leftovers = True
         dtype = self._training.dtype
         rounded = with_floats_as(getattr(torch, dtype), tensors)
         return self._weights.export(rounded, self._texts(dtype), version, step, now, self.adapter)
@@ -183,13 +183,13 @@ class TrainedPolicy:
     def checkpoint(
         self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: Lineage
     ) -> str:
-        """Write a checkpoint of this moment; where it is."""
+        """Write a checkpoint of this moment; returns its path or URL."""
         assert isinstance(lineage, Lineage), "claimed from the same store"
         state = TrainerState(manifest, self.learner.optimizer_tensors(), _rng_tensors(), dict(reader), report)
         return self._checkpoints.write(state, self._write_model, lineage, self._write_optimizer)
 
     def _tensors(self) -> Mapping[str, Tensor]:
-        """The weights by name, on the CPU, in float32; from the snapshot if it is of them."""
+        """The weights by name, on the CPU, in float32; from the snapshot if that holds the present weights."""
         # For a large model a copy from the device takes longer than the optimizer does.
         if self._copied is not None and self._copy.dtype == torch.float32:
             return self._copied
@@ -201,13 +201,13 @@ class TrainedPolicy:
     def _write_model(self, directory: Path) -> None:
         name = ADAPTER if self._training.lora.rank else WEIGHTS
         save_file(dict(self._tensors()), directory / name, metadata={"format": "pt"})
-        # float32 whatever ``training.dtype`` is: rounded weights would not resume the same run.
+        # Always float32: weights rounded to ``training.dtype`` would not resume the same run.
         for name, text in self._texts("float32").items():
             (directory / name).write_text(text)
         copy_tokenizer(self._paths.model, directory)
 
     def _texts(self, dtype: str) -> dict[str, str]:
-        """The configuration files that go with weights of this type; training changes none of them."""
+        """The configuration files for weights of this type; training changes none of them."""
         if dtype not in self._texts_by_dtype:
             self._texts_by_dtype[dtype] = self._configuration(dtype)
         return self._texts_by_dtype[dtype]
@@ -220,7 +220,7 @@ class TrainedPolicy:
                 ADAPTER_CONFIG: adapter_config(lora, base, layers_of(model)),
                 BASE: base_text(base, self._base_sha256),
             }
-        config = copy.deepcopy(model.config)  # a copy: the dtype below is the files', not the model's in memory
+        config = copy.deepcopy(model.config)  # a copy: the files' dtype is not that of the model in memory
         config.architectures = [type(model).__name__]
         config.dtype = dtype
         texts: dict[str, Callable[[], str]] = {"config.json": config.to_json_string}
@@ -242,16 +242,16 @@ class CopiedWeights:
     write: Callable[[Mapping[str, Tensor], int, PolicyVersion, float], str]
 
     def export(self, version: PolicyVersion, now: float) -> str:
-        """Put them into the store; the sha256 of their manifest."""
+        """Write the weights to the store; returns the sha256 of their manifest."""
         return self.write(self.tensors, self.step, version, now)
 
     def digests(self) -> dict[str, str]:
-        """xxh3-128, in hex, of each float32 tensor's little-endian bytes, by its name on disk; the critic's, too."""
+        """xxh3-128, in hex, of each float32 tensor's little-endian bytes, by its name on disk; with the critic's."""
         return digests_of({**self.tensors, **self.critic})
 
 
 def limits_of(config: Any) -> ModelLimits:
-    """What a model of this configuration can take; a multimodal one keeps its language model's part apart."""
+    """The vocabulary and longest sequence of a model with this configuration, or of a multimodal one's language model."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or NO_LIMIT
     return ModelLimits(vocabulary=int(text.vocab_size), positions=int(positions))
@@ -268,7 +268,7 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _little_endian(tensor: Tensor) -> memoryview:
     array = tensor.numpy()
-    # Without a copy on little-endian machines; flat, since ``cast`` of several dimensions is refused when one is 0.
+    # No copy on little-endian machines. Flat, because ``cast`` refuses several dimensions when one is 0.
     return array.astype(array.dtype.newbyteorder("<"), copy=False).reshape(-1).data.cast("B")
 
 
@@ -284,21 +284,21 @@ def _restore_rng(states: dict[str, Tensor]) -> None:
 
 
 class ComputeThread:
-    """Runs calls one after the other in its own thread."""
+    """Runs calls one at a time in its own thread."""
 
     def __init__(self, threads: int) -> None:
-        """``threads``: CPU threads of one torch operation; 0 leaves torch's choice."""
+        """``threads``: CPU threads of one torch operation; 0: torch decides."""
         self._threads = threads
-        # One thread is what keeps the policy to one caller at a time; further calls queue up in order.
+        # One thread, so that the policy has one caller at a time; further calls queue up in order.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=self._prepare)
 
     def _prepare(self) -> None:
-        # OpenMP keeps this number per calling thread, so it is set here and not in the main thread.
+        # OpenMP keeps this number for each calling thread, so it is set here and not in the main thread.
         if self._threads:
             torch.set_num_threads(self._threads)
 
     async def __call__(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The call's result; what it raises is raised here."""
+        """The call's result; its exceptions are raised here."""
         return await in_thread(partial(call, *args, **kwargs), executor=self._pool)
 
     def close(self) -> None:

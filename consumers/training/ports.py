@@ -1,4 +1,4 @@
-"""What the trainer's driver asks of others: a policy that learns, a place to compute, checkpoints, and its standing.
+"""The ports of the trainer's driver: a policy that learns, a place to compute, checkpoints, and its standing.
 
 Knows no torch and no threads, so that thousands of trainers can be simulated in one process.
 """
@@ -29,11 +29,11 @@ class StepOutcome:
 
 
 class RestoredState(Protocol):
-    """What a checkpoint holds besides the model, as far as the trainer's driver looks at it."""
+    """The parts of a checkpoint, besides the model, that the trainer's driver reads."""
 
     @property
     def manifest(self) -> CheckpointManifest:
-        """What it is of, and where in the stream it stands."""
+        """The manifest: run, step, and position in the stream."""
         ...
 
     @property
@@ -43,16 +43,16 @@ class RestoredState(Protocol):
 
     @property
     def report(self) -> bytes:
-        """The step report of its step, encoded."""
+        """The encoded report of its step."""
         ...
 
 
 class RestoredCheckpoint(Protocol):
-    """A verified checkpoint. What else it holds is between its store and the policy."""
+    """A verified checkpoint. The rest of its content concerns only the store and the policy."""
 
     @property
     def state(self) -> RestoredState:
-        """All of it but the model."""
+        """Everything except the model."""
         ...
 
     @property
@@ -65,27 +65,27 @@ class Checkpoints(Protocol):
     """Where checkpoints are kept. Its calls may block: they run where the policy computes."""
 
     def held(self, claimed: int = 0) -> HeldCheckpoints:
-        """What is claimed and kept there, and by which claim a lineage; reads only."""
+        """The claims and checkpoints there, with the claim's id of lineage ``claimed``; reads only."""
         ...
 
     def claim_lineage(self, *, at_least: int = 1, now: float) -> Lineage:
-        """Take the run over: the next number, greater than that of every claim and every checkpoint."""
+        """Take the run over under the next number, greater than that of every claim and every checkpoint."""
         ...
 
     def newest(self) -> RestoredCheckpoint | None:
-        """The checkpoint to go on from: the newest that verifies or the one that was chosen; none if there is none.
+        """The checkpoint to continue from: the newest that verifies, or a restored one; None: there is none.
 
         Raises:
-            CheckpointError: there are checkpoints, and none of them verifies.
+            CheckpointError: there are checkpoints, but none of them verifies.
         """
         ...
 
 
 class WeightSnapshot(Protocol):
-    """The weights of one moment. Its calls come one after the other, and may run beside those of the policy."""
+    """The weights of one moment. Its calls come one at a time, and may run concurrently with the policy's."""
 
     def export(self, version: PolicyVersion, now: float) -> str:
-        """Put them into the weights store; the sha256 of their manifest."""
+        """Write the weights to the weights store; returns the sha256 of their manifest."""
         ...
 
     def digests(self) -> dict[str, str]:
@@ -94,60 +94,60 @@ class WeightSnapshot(Protocol):
 
 
 class Policy(Protocol):
-    """A model that learns. All calls come one after the other, each from wherever ``Compute`` runs it."""
+    """A model that learns. All calls come one at a time, in the thread in which ``Compute`` runs them."""
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken since the beginning of the run."""
+        """Optimizer steps taken since the start of the run."""
         ...
 
     @property
     def limits(self) -> ModelLimits:
-        """What the model can take."""
+        """The model's vocabulary and longest sequence."""
         ...
 
     def accumulate(self, batch: MicroBatch) -> None:
         """Add the gradient of a micro-batch.
 
         Raises:
-            OutOfMemory: it does not fit, and counts for nothing. If ``gradient_lost``, what was gathered before has to
-                be gathered anew, after ``discard``.
+            OutOfMemory: it does not fit, and changes no sums. If ``gradient_lost``, call ``discard``, and add all
+                earlier micro-batches of the step again.
         """
         ...
 
     def discard(self) -> None:
-        """Drop the gathered gradient."""
+        """Drop the accumulated gradient."""
         ...
 
     def finish_step(self, reward_deviation: float) -> StepOutcome:
-        """Apply the gathered gradient, unless it is not fit to be; either way it is gone afterwards."""
+        """Apply the accumulated gradient unless there is a problem with it; clears it in either case."""
         ...
 
     def snapshot(self) -> WeightSnapshot:
-        """A copy of the weights as they are; the one before must not be used any more."""
+        """A copy of the present weights; the previous snapshot must not be used any more."""
         ...
 
     def checkpoint(
         self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: Lineage
     ) -> str:
-        """Write a checkpoint of this moment; where it is.
+        """Write a checkpoint of this moment; returns its path or URL.
 
         Raises:
-            CheckpointError: it could not be written; older ones are as they were.
+            CheckpointError: it could not be written; older ones are unchanged.
             Superseded: a newer lineage exists; nothing was written.
         """
         ...
 
 
 class Compute(Protocol):
-    """Runs calls one after the other, off the event loop or not."""
+    """Runs calls one at a time, on the event loop or in a thread."""
 
     async def __call__(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The call's result; what it raises is raised here."""
+        """The call's result; its exceptions are raised here."""
         ...
 
     def close(self) -> None:
-        """Wait for the call in progress, and end."""
+        """Wait for the call in progress, then close."""
         ...
 
 
@@ -156,53 +156,56 @@ OpenCompute = Callable[[], Compute]
 
 
 class Standing(Protocol):
-    """How a trainer's policy stands to the stream that it reads. It stays the same for as long as a lineage lasts.
+    """How a trainer's policy relates to the stream that it reads. It does not change during a lineage.
 
-    The driver asks it and never tests which one it is. ``OwnStream`` is a trainer whose weights sample the stream.
+    The driver calls its methods and never tests its class. ``OwnStream``: the trainer's own weights sample the stream.
     """
 
     @property
     def run_id(self) -> str:
-        """The run that the trainer's directory has to belong to; empty: the directory itself says which one."""
+        """The run that the trainer's directory must belong to; empty: any, the directory decides."""
         ...
 
     @property
     def above_lineage(self) -> int:
-        """A new lineage gets a greater number than this one, also where the trainer itself has never had it."""
+        """A new lineage's number must be greater than this one, even if the trainer never had that lineage."""
         ...
 
     def orphans_through(self, identity: RunIdentity) -> int:
-        """The last lineage whose trajectories are skipped, since the run was begun again after it; 0: none."""
+        """The last lineage whose trajectories are skipped, because the run was restarted without it; 0: none."""
         ...
 
     def shift_at(self, step: int) -> int | None:
-        """What is added to the steps of a lineage that begins at ``step`` to get the numbers under which workers know
-        its weights; None: workers know them by the steps themselves.
+        """The difference between workers' version numbers and the steps of a lineage that starts at ``step``.
+
+        None: workers use the steps themselves.
         """
         ...
 
     def versions(self, own: Callable[[], PolicyVersion], max_age: int) -> CountedVersions:
-        """The versions in which ages are counted. ``own``: the trainer's newest, by the number under which workers know
-        it; ``max_age``: the bound where those are counted, in steps.
+        """The versions in which ages are counted.
+
+        ``own``: the trainer's newest version, by the number that workers use; ``max_age``: the bound on ages counted in
+        these versions, in steps.
         """
         ...
 
 
 @dataclass(frozen=True)
 class OwnStream:
-    """A trainer whose own weights sample the stream, and always have."""
+    """A trainer whose own weights always sample the stream."""
 
     run_id: str = ""
     above_lineage: int = 0
 
     def orphans_through(self, identity: RunIdentity) -> int:
-        """As the run's identity says."""
+        """The run's identity says it."""
         return identity.orphans_through
 
     def shift_at(self, step: int) -> int | None:
-        """Workers know its weights by its steps."""
+        """None: workers' version numbers are its steps."""
         return None
 
     def versions(self, own: Callable[[], PolicyVersion], max_age: int) -> CountedVersions:
-        """Its own."""
+        """The trainer's own versions."""
         return OwnVersions(own, max_age)

@@ -1,4 +1,4 @@
-"""The reader's part of a checkpoint, there and back, and whether a checkpoint is one to go on from. Knows no tensors.
+"""Writes and reads the reader's part of a checkpoint, and checks that a run may continue from it. Knows no tensors.
 
 ``manifest.anchors`` are the ledger's known records; ``intake.json`` holds what is too large for the manifest.
 """
@@ -25,7 +25,7 @@ DIGITS = 12
 
 
 def stream_fields(snapshot: ReaderSnapshot) -> dict[str, Any]:
-    """The manifest's fields that say where in the stream it stands."""
+    """The manifest's fields that hold the position in the stream."""
     tally = snapshot.tally
     return {
         "frontier": snapshot.frontier.to_json(),
@@ -36,12 +36,12 @@ def stream_fields(snapshot: ReaderSnapshot) -> dict[str, Any]:
 
 
 def reader_document(snapshot: ReaderSnapshot) -> dict[str, Any]:
-    """What of the snapshot is too large for the manifest: which groups have ended."""
+    """The part of the snapshot that is too large for the manifest: the groups that have ended."""
     return {"finished_groups": snapshot.finished_groups.to_json()}
 
 
 def reader_snapshot(manifest: CheckpointManifest | None, document: Mapping[str, Any], lineage: int) -> ReaderSnapshot:
-    """Where the reader of a new lineage begins; at the beginning without a manifest."""
+    """Where the reader of a new lineage starts; at the beginning without a manifest."""
     if manifest is None:
         return ReaderSnapshot(tally=SkipTally(lineage))
     skips = manifest.skips
@@ -56,7 +56,7 @@ def reader_snapshot(manifest: CheckpointManifest | None, document: Mapping[str, 
 
 
 def config_marks(sections: Mapping[str, Section]) -> str:
-    """Checksums of settings sections in one line, ``loop=1f2e… training=…``, to notice a resume under others."""
+    """Checksums of settings sections in one line, ``loop=1f2e… training=…``, to notice a resume with other settings."""
     return " ".join(f"{name}={_mark(section)}" for name, section in sorted(sections.items()))
 
 
@@ -67,10 +67,10 @@ def changed_sections(before: str, now: str) -> list[str]:
 
 
 def check_continues(manifest: CheckpointManifest, run_name: str, algorithm: str, marks: str) -> None:
-    """Make sure that a checkpoint is of this run and algorithm; other settings are only worth a warning.
+    """Check that a checkpoint belongs to this run and algorithm; changed settings are only logged.
 
     Raises:
-        CheckpointError: it is of another run or algorithm.
+        CheckpointError: it belongs to another run or algorithm.
     """
     if (manifest.run, manifest.algorithm) != (run_name, algorithm):
         raise CheckpointError(
@@ -79,7 +79,7 @@ def check_continues(manifest: CheckpointManifest, run_name: str, algorithm: str,
         )
     if manifest.config_hash != marks:
         changed = changed_sections(manifest.config_hash, marks)
-        log.warning("resuming under other settings than the checkpoint's", step=manifest.step, changed=changed)
+        log.warning("resuming with other settings than the checkpoint's", step=manifest.step, changed=changed)
 
 
 def _mark(section: Section) -> str:

@@ -10,29 +10,31 @@ from streamrl.schemas.settings import Section
 
 
 class LoraSettings(Section):
-    """``[training.lora]``: train a low-rank adapter of linear layers, and nothing else; published by itself."""
+    """``[training.lora]``: train only a low-rank adapter of linear layers, and publish only the adapter."""
 
-    rank: Annotated[int, Field(ge=0, le=512, description="Of the adapters; 0: all weights are trained.")] = 0
+    rank: Annotated[int, Field(ge=0, le=512, description="Rank of the adapters; 0: all weights are trained.")] = 0
     alpha: Annotated[
-        float | None, Field(gt=0, description="Adapters count alpha / rank times; unset: alpha is twice the rank.")
+        float | None, Field(gt=0, description="Adapters are scaled by alpha / rank; unset: alpha is twice the rank.")
     ] = None
     target_modules: Annotated[
         tuple[str, ...],
-        Field(description="Names of linear layers, such as q_proj; none: all of them, but for the output layer."),
+        Field(description="Names of linear layers, such as q_proj; empty: all of them except the output layer."),
     ] = ()
 
     @property
     def scaled_alpha(self) -> float:
-        """Alpha, also where it was left out."""
+        """Alpha, or its default if it is unset."""
         return 2.0 * self.rank if self.alpha is None else self.alpha
 
 
 class TrainingSettings(Section):
-    """``[training]``: the names are those of Hugging Face's trainer where it has one."""
+    """``[training]``: names follow Hugging Face's trainer where it has one."""
 
     backend: Annotated[
         Literal["torch", "emulated"],
-        Field(description="What trains: a model in torch, or nothing: the times of [emulation.training]."),
+        Field(
+            description='"torch" trains a model; "emulated" trains nothing and takes the times of [emulation.training].'
+        ),
     ] = "torch"
     learning_rate: Annotated[float, Field(gt=0, description="Peak learning rate of AdamW.")] = 1e-6
     weight_decay: Annotated[float, Field(ge=0, description="Decoupled decay of weight matrices.")] = 0.0
@@ -40,18 +42,19 @@ class TrainingSettings(Section):
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
     max_grad_norm: Annotated[float, Field(gt=0, description="Gradients are scaled down to this norm.")] = 1.0
-    warmup_steps: Annotated[int, Field(ge=0, description="Steps of linear warm-up from nothing.")] = 0
+    warmup_steps: Annotated[int, Field(ge=0, description="Steps of linear warm-up from 0.")] = 0
     lr_schedule: Annotated[
-        Literal["constant", "linear", "cosine"], Field(description="After the warm-up; the latter two end at 0.")
+        Literal["constant", "linear", "cosine"],
+        Field(description="Learning rate after the warm-up; linear and cosine end at 0."),
     ] = "constant"
     max_steps: Annotated[int, Field(ge=1, description="Optimizer steps in the run.")] = 1000
     checkpoint_every: Annotated[int, Field(ge=1, description="Optimizer steps between checkpoints.")] = 50
     on_checkpoint_failure: Annotated[
         Literal["stop", "continue"],
-        Field(description="When a checkpoint cannot be written: end, or go on and try again at the next due step."),
+        Field(description="If a checkpoint cannot be written: stop, or continue and try again at the next due step."),
     ] = "stop"
     keep_checkpoints: Annotated[
-        int, Field(ge=2, description="Newest checkpoints kept; at least two, one to fall back on.")
+        int, Field(ge=2, description="Newest checkpoints kept; at least two, so that one is a fallback.")
     ] = 2
     checkpoint_location: Annotated[
         str | None,
@@ -63,8 +66,8 @@ class TrainingSettings(Section):
     weight_transfer: Annotated[
         Literal["full", "delta"],
         Field(
-            description="What a worker fetches of a version: all of its weights, or a lossless difference to those it "
-            'has, which in bfloat16 is a few percent of them; "delta" costs the trainer\'s machine a comparison.'
+            description="What a worker fetches of a version: all weights, or a lossless difference to the version that "
+            'it has, a few percent of them in bfloat16; "delta" costs the trainer\'s machine a comparison.'
         ),
     ] = "full"
     announce: Annotated[
@@ -75,16 +78,16 @@ class TrainingSettings(Section):
     compute_zero_advantage: Annotated[
         bool,
         Field(
-            description="Compute samples of advantage 0 as well, whose gradient is 0: slower, for a comparison with "
-            "trainers that do, or for ratio metrics over all tokens."
+            description="Also compute samples whose advantage, and so gradient, is 0: slower, but comparable with "
+            "trainers that do so, and ratio metrics cover all tokens."
         ),
     ] = False
     max_grad_norm_ratio: Annotated[
         float,
-        Field(ge=0, description="A gradient norm above this many times the recent median is not applied; 0: it is."),
+        Field(ge=0, description="A gradient with a norm above this many times the recent median is refused; 0: never."),
     ] = 100.0
     max_skipped_steps: Annotated[
-        int, Field(ge=1, description="Gradients in a row that may be unfit to be applied before the trainer ends.")
+        int, Field(ge=1, description="Refused gradients in a row after which the trainer stops with an error.")
     ] = 20
     dtype: Annotated[
         Literal["float32", "bfloat16"],
@@ -93,8 +96,8 @@ class TrainingSettings(Section):
     cast_lm_head_to_fp32: Annotated[
         bool,
         Field(
-            description='Logits from float32 states and weights where dtype is "bfloat16": their rounding is gone from '
-            "ratios and KL, and the output layer takes longer."
+            description='With dtype "bfloat16", compute logits from float32 states and weights: ratios and KL have no '
+            "rounding of logits, and the output layer takes longer."
         ),
     ] = False
     device: Annotated[
@@ -106,30 +109,30 @@ class TrainingSettings(Section):
         Field(
             ge=1,
             le=64,
-            description="Processes on this machine, one a device, that share the model, its optimizer and every "
-            "micro-batch; batching.token_budget is each one's.",
+            description="Processes on this machine, one for each device, that share the model, its optimizer and every "
+            "micro-batch; batching.token_budget applies to each.",
         ),
     ] = 1
     packing: Annotated[
         Packing,
         Field(
-            description="How a micro-batch is computed: rows padded to the longest, or the documents one behind the "
-            "other without padding, each with positions and attention of its own; batching.token_budget then counts "
-            "no padding. Needs a model whose only look at other tokens is attention."
+            description='How a micro-batch is computed: "padded" pads rows to the longest; "varlen" joins documents '
+            "without padding, each with its own positions and attention, and batching.token_budget counts no padding. "
+            '"varlen" needs a model whose tokens see each other only through attention.'
         ),
     ] = "padded"
     attn_implementation: Annotated[
         Literal["sdpa", "flash_attention_2"],
         Field(
-            description="torch's attention, called once a document where they are packed; or the package flash-attn, "
-            'once for all of them: on CUDA, with dtype "bfloat16".'
+            description="torch's attention, called once for each packed document; or the package flash-attn, called "
+            'once for all of them, on CUDA and with dtype "bfloat16".'
         ),
     ] = "sdpa"
     optimizer_offload: Annotated[
         bool,
         Field(
             description="Keep AdamW's moments and a copy of the weights in the processor's memory, and take the step "
-            "there: 8 bytes a parameter less on the device, for two copies over the bus and a slower step."
+            "there: saves 8 bytes for each parameter on the device, costs two copies over the bus and a slower step."
         ),
     ] = False
     gradient_checkpointing: Annotated[bool, Field(description="Recompute activations instead of keeping them.")] = False

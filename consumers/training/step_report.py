@@ -1,4 +1,4 @@
-"""What an optimizer step has gathered, and the messages in which the trainer answers for it. Sends nothing."""
+"""What an optimizer step has gathered, and the messages in which the trainer reports it. Sends nothing."""
 
 from dataclasses import dataclass, field, replace
 
@@ -16,13 +16,13 @@ from streamrl.schemas.reports import CarriedOver, RecordRef, RefusedStep, StepRe
 
 @dataclass
 class GatheredStep:
-    """Grows group by group; ``served`` are the weights that workers were told of last, to count ages from."""
+    """A step's groups and micro-batches so far; ``served``: the last version announced to workers, for counting ages."""
 
     served: PolicyVersion
     timer: StepTimer = field(default_factory=StepTimer)
     groups: list[Group] = field(init=False, default_factory=list)
-    credits: list[Credit] = field(init=False, default_factory=list)  # one a group
-    # Groups that memory does not hold: no row of theirs is to enter the gradient.
+    credits: list[Credit] = field(init=False, default_factory=list)  # one for each group
+    # Groups that do not fit into memory: none of their rows may enter the gradient.
     excluded: set[str] = field(init=False, default_factory=set)
     left_out: list[tuple[Group, str]] = field(init=False, default_factory=list)
     # In the order of computing: floating-point sums depend on it, and a replay compares bit by bit.
@@ -31,23 +31,23 @@ class GatheredStep:
     padding: PaddingMetrics = field(init=False, default_factory=PaddingMetrics)
 
     def add_group(self, group: Group, credit: Credit) -> None:
-        """A group is in; samples that stay out of the gradient are kept by what keeps them out."""
+        """Add a group; its samples that stay out of the gradient are listed by the reason."""
         self.groups.append(group)
         self.credits.append(credit)
         self.metrics.observe(group, credit, self.served)
-        # A part of the group for each detail: ``mark_skipped`` gives all that it is handed the same one.
+        # One part of the group for each detail, because ``mark_skipped`` writes one detail for all its samples.
         by_detail: dict[str, list[Sample]] = {}
         for sample, detail in credit.left_out:
             by_detail.setdefault(detail, []).append(sample)
         self.left_out += [(replace(group, samples=tuple(found)), detail) for detail, found in by_detail.items()]
 
     def add_trained(self, batch: MicroBatch, shards: int) -> None:
-        """A micro-batch entered the gradient; ``shards``: partitions of a length bucket."""
+        """Add a micro-batch that entered the gradient; ``shards``: partitions of a length bucket."""
         self.batches.append(batch)
         self.padding.observe(batch, shards)
 
     def exclude(self, group_id: str) -> Group:
-        """Take a group out, as if it had never been added; what its rows have brought into the gradient stays there."""
+        """Remove a group, as if it had never been added, except from the gradient; returns the group."""
         self.excluded.add(group_id)
         taken = list(zip(self.groups, self.credits, strict=True))
         self.groups, self.credits, self.left_out = [], [], []
@@ -58,13 +58,13 @@ class GatheredStep:
         return next(group for group, _ in taken if group.group_id == group_id)
 
     def forget_gradient(self) -> list[MicroBatch]:
-        """Begin a new gradient; the micro-batches of the old one, in their order."""
+        """Start a new gradient; returns the micro-batches of the old one, in their order."""
         batches, self.batches, self.padding = self.batches, [], PaddingMetrics()
         return batches
 
     @property
     def micro_batches(self) -> tuple[tuple[RecordRef, ...], ...]:
-        """The records of each, in the order of computing."""
+        """The records of each micro-batch, in the order of computing."""
         return tuple(batch.refs for batch in self.batches)
 
     @property
@@ -74,7 +74,7 @@ class GatheredStep:
 
     @property
     def group_ids(self) -> tuple[str, ...]:
-        """Names of the groups, in the order in which they came."""
+        """Ids of the groups, in the order of arrival."""
         return tuple(group.group_id for group in self.groups)
 
     @property
@@ -88,7 +88,7 @@ class GatheredStep:
         return deviation(np.concatenate([credit.rewards for credit in self.credits]))
 
     def timings(self) -> dict[str, float]:
-        """Where the step's time went so far, in seconds, and the share of it that was training."""
+        """Seconds of the step by phase so far, the share that was training, and tokens per second."""
         seconds = self.timer.seconds
         step = max(self.timer.since_start(), 1e-9)
         training = seconds.get("forward_backward", 0.0) + seconds.get("optimizer", 0.0)
@@ -100,16 +100,17 @@ class GatheredStep:
 
 
 CARRIED_A_MESSAGE = 10_000
-"""References in a message: with names of usual length some hundred kilobytes, and far below the codec's bounds."""
+"""Most references in a message: with usual names some hundred kilobytes, far below the codec's limits."""
 PROBLEM_LIMIT = 4096
-"""Characters of a problem that a report carries."""
+"""Most characters of a problem in a report."""
 
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """What the weights in memory are known by. ``manifest_sha256`` None: they were not exported. ``policy``: its name;
-    None for the policy that the run began with. ``served_as``: the version under which they are exported, where that is
-    another one than ``version``.
+    """The names of the weights in memory.
+
+    ``manifest_sha256`` None: they were not exported. ``policy``: the policy's name; None for the policy that the run
+    started with. ``served_as``: the version under which they are exported, if it is not ``version``.
     """
 
     version: PolicyVersion
@@ -122,10 +123,10 @@ class PublishedWeights:
 
 @dataclass(frozen=True)
 class Ancestry:
-    """What a lineage went on from: the version of a checkpoint, and how many of its lineage's skip rows it has.
+    """The checkpoint that a lineage continued from: its version, and how many skip rows of its lineage it includes.
 
     ``undoes``: the newest lineage whose later steps an operator undid by choosing that checkpoint; 0: none.
-    ``carried_parts``: messages before the first report that say what was finished on another cluster.
+    ``carried_parts``: number of messages before the first report that list records finished on another cluster.
     """
 
     parent: PolicyVersion | None
@@ -137,13 +138,13 @@ class Ancestry:
 def first_report(
     algorithm: str, weights: PublishedWeights, ancestry: Ancestry, prompt_cursor: int, run_id: str, now: float
 ) -> StepReport:
-    """That a lineage exists, of which run it is, and what it went on from."""
+    """The report that starts a lineage: its run, and the checkpoint that it continues from."""
     return StepReport(
         algorithm=algorithm,
         step=weights.version.number,
         version=weights.version,
         manifest_sha256=weights.manifest_sha256,
-        group_ids=(),  # no groups: readers know by it that this report is of no step
+        group_ids=(),  # no groups: this tells readers that the report is not of a step
         micro_batches=(),
         metrics={},
         digests=weights.digests,
@@ -163,24 +164,24 @@ def first_report(
 def carried_over(
     algorithm: str, lineage: int, found: Translation, skips: SkipSummary, now: float, policy: str | None = None
 ) -> list[CarriedOver]:
-    """What was finished on another cluster, in as many messages as it takes; one at least.
+    """The records finished on another cluster, in one or more messages.
 
-    ``skips``: of the checkpoint that the lineage goes on from.
+    ``skips``: of the checkpoint that the lineage continues from.
     """
-    begins = range(0, max(1, len(found.carried)), CARRIED_A_MESSAGE)
+    starts = range(0, max(1, len(found.carried)), CARRIED_A_MESSAGE)
     return [
         CarriedOver(
             algorithm=algorithm,
             lineage=lineage,
             part=part,
-            records=tuple(found.carried[begin : begin + CARRIED_A_MESSAGE]),
+            records=tuple(found.carried[start : start + CARRIED_A_MESSAGE]),
             absent=found.absent,
             skips_hash=skips.hash,
             skips_by_reason=skips.by_reason,
             policy=policy,
             sent_at=now,
         )
-        for part, begin in enumerate(begins)
+        for part, start in enumerate(starts)
     ]
 
 
@@ -192,7 +193,7 @@ def step_report(
     prompt_cursor: int,
     now: float,
 ) -> StepReport:
-    """What the step just taken consumed, and the weights that came of it."""
+    """The report of the step just taken: the records that it used, and the resulting weights."""
     return StepReport(
         algorithm=algorithm,
         step=weights.version.number,
@@ -220,7 +221,7 @@ def refused_step(
     now: float,
     policy: str | None = None,
 ) -> RefusedStep:
-    """A gradient that was not applied to the weights of ``version``."""
+    """The report of a gradient that was not applied to the weights of ``version``."""
     return RefusedStep(
         algorithm=algorithm,
         step=version.number + 1,  # the step that was tried; the next attempt has the same number
@@ -229,7 +230,7 @@ def refused_step(
         group_ids=gathered.group_ids,
         micro_batches=gathered.micro_batches,
         left_out=gathered.left_out_refs,
-        metrics=finite(metrics),  # a loss of NaN may be the very problem, and does not fit into a report
+        metrics=finite(metrics),  # the problem may be a loss of NaN, which a report refuses
         policy=policy,
         sent_at=now,
     )

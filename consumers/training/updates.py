@@ -1,6 +1,7 @@
-"""What a step of several updates, or of credit that sequences share, holds until its batch is whole, and the log of it.
+"""Held micro-batches of a step that needs its whole batch, their mini-batches, and the log of the step's updates.
 
-Mini-batches are made of whole groups, in an order that step, pass and names decide. Computes no gradient.
+A step needs its whole batch if it makes several updates, or if sequences share credit. Mini-batches are made of whole
+groups, in an order that depends on step, pass and group names. Computes no gradient.
 """
 
 import zlib
@@ -25,15 +26,15 @@ NAMED = {
     "reverse_kl": "distillation/reverse_kl",
     "is_masked": "sampling/masked_ratio",
 }
-"""Token metrics that only some algorithms have, by the names they are reported under."""
+"""Names under which token metrics of only some algorithms are reported."""
 MOST_SPANS = 4
-"""Completions with more version spans count as of so many."""
+"""Completions with more version spans than this are counted with this many."""
 _BY_SPANS = "mismatch_kl/spans_"
 
 
 @dataclass
 class UpdateSums:
-    """What one update has gathered beside its gradient. ``computed``: tokens that had a gradient to be computed."""
+    """Sums of one update besides its gradient. ``computed``: tokens whose gradient was computed."""
 
     loss: Tensor
     value_loss: Tensor
@@ -43,9 +44,9 @@ class UpdateSums:
 
 @dataclass
 class HeldBatch:
-    """A micro-batch that waits for the rest of the step; ``start``: what is known of it, on the CPU.
+    """A micro-batch that waits for the rest of the step; ``start``: its tensors at the step's start, on the CPU.
 
-    ``advantages`` and ``returns`` float32 [B, S]: once the credit is settled. ``groups``: the rows' group ids.
+    ``advantages`` and ``returns``, float32 [B, S], are set when the credit of the whole batch is computed.
     """
 
     batch: MicroBatch
@@ -56,7 +57,7 @@ class HeldBatch:
 
     @property
     def groups(self) -> list[str]:
-        """Of each row."""
+        """The group id of each row."""
         return [group_id_of(ref.trajectory_id) for ref in self.batch.refs]
 
 
@@ -68,14 +69,14 @@ class HeldRows:
     rows: Tensor
 
     def halves(self) -> tuple["HeldRows", "HeldRows"]:
-        """The first and the second half of at least two rows."""
+        """The first and the second half of the rows, which must be at least two."""
         first = self.rows & (self.rows.cumsum(0) <= int(self.rows.sum()) // 2)
         return HeldRows(self.held, first), HeldRows(self.held, self.rows & ~first)
 
 
 @dataclass(frozen=True)
 class RowLoss:
-    """One sequence's own share of a step, un-normalised: sums over its trained tokens."""
+    """One sequence's share of a step, un-normalised: sums over its trained tokens."""
 
     tokens: int
     loss: float
@@ -84,7 +85,7 @@ class RowLoss:
 
 
 def mini_batches(held: Sequence[HeldBatch], settings: AlgorithmSettings, step: int) -> Iterator[list[HeldRows]]:
-    """The rows with trained tokens of each update, in the order of the updates."""
+    """For each update, in order, its rows that have trained tokens."""
     names = list(dict.fromkeys(name for each in held for name in each.groups))
     for iteration in range(settings.num_iterations):
         for wanted in _split(names, settings.num_mini_batches, f"{step}/{iteration}"):
@@ -100,14 +101,14 @@ def _split(names: list[str], count: int, salt: str) -> list[set[str]]:
     """Group ids by mini-batch."""
     if count == 1:
         return [set(names)]
-    # Not as they came: micro-batches are cut by length, and an update of short completions only would be biased.
-    # By a checksum of the name, since a replay has to come to the same order without a generator's state.
+    # Not in the order of arrival: micro-batches are cut by length, and an update of short completions only would be
+    # biased. By a checksum of the name: a replay must get the same order without a generator's state.
     mixed = sorted(names, key=lambda name: (zlib.crc32(f"{salt}/{name}".encode()), name))
     return [set(chunk.tolist()) for chunk in np.array_split(np.array(mixed, dtype=object), count)]
 
 
 def critic_metrics(held: Sequence[HeldBatch]) -> dict[str, float]:
-    """Of the critic at the step's start, over trained tokens; empty without one."""
+    """Metrics of the critic at the step's start, over trained tokens; empty without a critic."""
     found = [
         (each.start.values[each.mask > 0], each.returns[each.mask > 0])
         for each in held
@@ -130,10 +131,10 @@ def totals_of(parts: Sequence[HeldRows]) -> BatchTotals:
 
 
 def mismatch_by_spans(tokens: TokenBatch, spans: Sequence[int]) -> dict[str, Tensor]:
-    """Sums of the mismatch KL, k3 of KL(mu || pi), and of trained tokens, by the version spans of each of the A rows.
+    """Sums of the mismatch KL, k3 of KL(mu || pi), and of trained tokens, by the number of version spans of the A rows.
 
-    A completion that goes on under other weights with the cache of the former ones is sampled by neither policy alone;
-    how far that takes it from what the trainer computes is what policies of adoption are compared by.
+    A completion that continues under new weights with the old weights' cache is sampled by neither policy alone. Its
+    distance from what the trainer computes serves to compare ways of adopting weights.
     """
     log_ratio, trained = tokens.log_ratio.detach(), tokens.trained
     kl = torch.where(trained, torch.exp(log_ratio) - log_ratio - 1, 0.0)
@@ -146,8 +147,9 @@ def mismatch_by_spans(tokens: TokenBatch, spans: Sequence[int]) -> dict[str, Ten
 
 
 class UpdateOutcome(NamedTuple):
-    """One update. ``critic``: loss and norm of the critic's, if there is one. ``problem``: why it was not applied;
-    empty: it was.
+    """One update's loss and gradient norm.
+
+    ``critic``: loss and norm of the critic, if there is one. ``problem``: why the update was not applied; empty: it was.
     """
 
     loss: float
@@ -158,7 +160,7 @@ class UpdateOutcome(NamedTuple):
 
 @dataclass
 class UpdateLog:
-    """The updates of one step. ``totals``: of what it trained; ``metrics``: of the critic at its start."""
+    """The updates of one step. ``totals``: its trained sequences and tokens; ``metrics``: the critic's at its start."""
 
     totals: BatchTotals
     metrics: dict[str, float] = field(default_factory=dict)
@@ -168,7 +170,7 @@ class UpdateLog:
     computed: int = field(init=False, default=0)
 
     def note(self, update: UpdateOutcome, sums: UpdateSums) -> None:
-        """An update was applied, or not for its problem."""
+        """Record an update, whether it was applied or had a problem."""
         self.updates.append(update)
         self.computed += sums.computed
         for name, values in sums.metrics.items():
@@ -176,16 +178,16 @@ class UpdateLog:
 
     @property
     def applied(self) -> int:
-        """Updates that were applied."""
+        """Number of updates that were applied."""
         return sum(not update.problem for update in self.updates)
 
     @property
     def problem(self) -> str:
-        """Why the first one was not that was not; empty: all were."""
+        """The problem of the first update that was not applied; empty: all were applied."""
         return next((update.problem for update in self.updates if update.problem), "")
 
     def pair_metrics(self, beta: float) -> dict[str, float]:
-        """Over the pairs of all updates; empty without any."""
+        """Metrics over the pairs of all updates; empty without pairs."""
         pairs = [pair for update in self.pairs for pair in update.values()]
         if not pairs:
             return {}

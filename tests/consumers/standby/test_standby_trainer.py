@@ -71,14 +71,14 @@ async def test_a_silent_leader_is_replaced(harness: TrainerHarness) -> None:
                 assert time.monotonic() - killed_at > TAKEOVER_S / 2
                 assert calm_s() - calm < TAKEOVER_S + 5.0
                 await harness.until_version(2, 4)
-    assert any(line["event"] == "going on with what was loaded in advance" for line in logs)
+    assert any(line["event"] == "continuing with the policy loaded in advance" for line in logs)
     found = surviving(harness.reports(), harness.skips())
     assert [report.step for report in found.steps] == [1, 2, 3, 4]
     trained = [ref.trajectory_id for report in found.steps for ref in report.trained_refs]
     assert sorted(trained) == sorted(sample.trajectory_id for number in range(8) for sample in group(number))
 
 
-async def test_a_leader_that_beats_is_left_alone(harness: TrainerHarness) -> None:
+async def test_a_leader_with_heartbeats_is_not_replaced(harness: TrainerHarness) -> None:
     async with running(leader(harness)):
         await harness.until(lambda: bool(harness.reports()))
         async with running(standby(harness)) as waiting:
@@ -156,7 +156,7 @@ class SilentSubscription(MemorySubscription):
         return await super().end_offsets()
 
 
-async def test_an_outage_of_the_broker_is_no_silence_of_the_leader(harness: TrainerHarness) -> None:
+async def test_a_broker_outage_does_not_count_as_silence(harness: TrainerHarness) -> None:
     silent = SilentBus()
     silent.logs = harness.bus.logs
     silent.is_away = True

@@ -14,7 +14,7 @@ class Clock:
         return self.now
 
 
-def test_work_in_a_row_takes_the_sum_of_its_durations() -> None:
+def test_consecutive_work_takes_the_sum_of_its_durations() -> None:
     clock = Clock()
     device = EmulatedDevice(10.0, clock)
     for _ in range(100):

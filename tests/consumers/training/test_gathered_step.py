@@ -40,7 +40,7 @@ def test_timings_name_what_was_measured_and_the_share_of_training() -> None:
     batch = make_micro_batch(3)
     gathered.add_trained(batch, 1)
     gathered.timer.seconds |= {"forward_backward": 3.0, "optimizer": 1.0, "wait_for_batch": 4.0}
-    gathered.timer.began -= 8.0
+    gathered.timer.started_at -= 8.0
     found = gathered.timings()
     assert (found["time/forward_backward"], found["time/wait_for_batch"]) == (3.0, 4.0)
     assert found["time/step"] == pytest.approx(8.0, abs=0.5)
