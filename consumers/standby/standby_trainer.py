@@ -146,8 +146,8 @@ class StandbyTrainer:
     """Waits for the leader's silence, then leads.
 
     ``context``: of the trainer that takes over; its parts use ``prefetch``. ``takeover_after_s``: seconds of silence
-    after which the leader counts as lost; ``first_word_s``: the same before the first message of a leader; ``lead``: how
-    it trains.
+    after which the leader counts as lost; ``first_word_s``: the same before the first message of a leader; ``lead``:
+    how it trains.
     """
 
     context: TrainerContext

@@ -120,7 +120,9 @@ def _broken_file(directory: Path) -> str:
 
 
 def open_policy(initial: str | Path, restored: Path | None, device: torch.device, training: TrainingSettings) -> Any:
-    """The model to train: a checkpoint's if there is one, else the initial one; with adapters, the initial one plus those.
+    """The model to train: a checkpoint's if there is one, else the initial one.
+
+    With adapters, it is always the initial model, plus the checkpoint's adapters if there is one.
 
     Raises:
         ModelError: see ``load_model``; or an adapter is there unexpectedly, or is missing.

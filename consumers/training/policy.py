@@ -1,7 +1,7 @@
 """The policy being trained, with everything that touches its tensors: learning, checkpoints, export.
 
-All of it runs in the trainer's one compute thread, so that the event loop can continue to poll. The exception is work on
-a snapshot: it is a copy, and is exported in another thread while the next step is computed. Knows no bus.
+All of it runs in the trainer's one compute thread, so that the event loop can continue to poll. The exception is work
+on a snapshot: it is a copy, and is exported in another thread while the next step is computed. Knows no bus.
 """
 
 import copy
@@ -251,7 +251,7 @@ class CopiedWeights:
 
 
 def limits_of(config: Any) -> ModelLimits:
-    """The vocabulary and longest sequence of a model with this configuration, or of a multimodal one's language model."""
+    """Vocabulary and longest sequence by a model's configuration; of a multimodal one, its language model's."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or NO_LIMIT
     return ModelLimits(vocabulary=int(text.vocab_size), positions=int(positions))

@@ -16,7 +16,7 @@ from streamrl.schemas.reports import CarriedOver, RecordRef, RefusedStep, StepRe
 
 @dataclass
 class GatheredStep:
-    """A step's groups and micro-batches so far; ``served``: the last version announced to workers, for counting ages."""
+    """A step's groups and micro-batches so far; ``served``: the last version announced to workers, to count ages."""
 
     served: PolicyVersion
     timer: StepTimer = field(default_factory=StepTimer)

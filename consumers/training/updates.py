@@ -149,7 +149,7 @@ def mismatch_by_spans(tokens: TokenBatch, spans: Sequence[int]) -> dict[str, Ten
 class UpdateOutcome(NamedTuple):
     """One update's loss and gradient norm.
 
-    ``critic``: loss and norm of the critic, if there is one. ``problem``: why the update was not applied; empty: it was.
+    ``critic``: loss and norm of the critic, if there is one. ``problem``: why it was not applied; empty: it was.
     """
 
     loss: float

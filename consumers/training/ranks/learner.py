@@ -1,11 +1,11 @@
-"""A learner whose model and optimizer lie in shards, on every rank, and the one on rank 0 that deals the work.
+"""A learner whose model and optimizer are sharded over ranks, and rank 0's learner, which distributes the work.
 
-Rank 0 decides all that a step is: its micro-batches, credit that sequences share, mini-batches, whether a gradient is
-applied. What it does with the model, all ranks do: ``DealingLearner`` tells the others the same call before it makes
-it, with rows of their own. So every algorithm works over ranks that works without, and a rank's sums are as any
-micro-batch's. Invariants:
-- gradients_over_ranks_equal_those_of_one: a step depends on neither the number of ranks nor on how rows are dealt;
-- every_rank_makes_the_same_calls: a rank without rows computes what has no gradient (``idle_work``).
+Rank 0 decides everything about a step: its micro-batches, credit that sequences share, mini-batches, and whether a
+gradient is applied. All ranks make the same calls on the model: ``DealingLearner`` sends each call to the other ranks,
+with their own rows, before it makes it. So every algorithm that works on one device works over ranks, and a rank's sums
+are like those of any micro-batch. Invariants:
+- gradients_over_ranks_equal_those_of_one: a step depends neither on the number of ranks nor on how rows are distributed;
+- every_rank_makes_the_same_calls: a rank without rows computes a row that has no gradient (``idle_work``).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -51,7 +51,7 @@ POLICY, CRITIC = "policy", "critic"
 
 
 class ShardLearner(PolicyLearner):
-    """One rank's learner. What it is asked to compute, all ranks are asked at the same time."""
+    """One rank's learner. All ranks call it in the same order, each with its own rows."""
 
     def __init__(self, plan: LearnerPlan, model: Any, companions: Companions, mesh: DeviceMesh) -> None:
         self._plan = plan
@@ -79,17 +79,17 @@ class ShardLearner(PolicyLearner):
         critic.optimizer = self._sharded_optimizer(CRITIC, critic.named_parameters(), max_norm)
 
     def optimizers(self) -> dict[str, ShardedAdamW]:
-        """By what they are of."""
+        """The optimizers by the name of what they train: ``POLICY``, and ``CRITIC`` if there is one."""
         found = {POLICY: self._optimizer} | ({} if self.critic is None else {CRITIC: self.critic.optimizer})
         return {of: each for of, each in found.items() if isinstance(each, ShardedAdamW)}
 
-    # What rank 0 asks of all.
+    # Calls that rank 0 makes on all ranks.
 
     def add_gradient(self, work: Work) -> None:
-        """Add the gradient of this rank's rows; the layers' is summed over all ranks.
+        """Add the gradient of this rank's rows; the layers' gradients are summed over all ranks.
 
         Raises:
-            UserError: memory does not hold it. The other ranks wait in vain then, so it is the end of all.
+            UserError: the work does not fit into memory. The other ranks already wait for this one, so all ranks end.
         """
         self._pairs = dict(work.pairs)
         shortage = super()._backward(work.batch, work.mask, work.everything, work.held)
@@ -97,7 +97,7 @@ class ShardLearner(PolicyLearner):
             raise _fatal(shortage)
 
     def start_of(self, work: Work) -> StepTensors:
-        """What needs no other sequence, of this rank's rows."""
+        """The step's start tensors of this rank's rows: values that need no other sequence."""
         with torch.no_grad():
             found = super()._start_tensors(work.batch, work.mask)
         if self.critic is not None:
@@ -110,7 +110,7 @@ class ShardLearner(PolicyLearner):
         return super()._logprobs_now(work.batch, work.mask, work.everything)
 
     def take_sums(self) -> dict[str, Any]:
-        """What was summed since the last call beside the gradient, as plain numbers."""
+        """The sums besides the gradient since the last call, as plain numbers."""
         sums, self._sums = self._sums, self._no_sums()
         combine = {"_min": torch.min, "_max": torch.max}
         metrics = {
@@ -121,12 +121,12 @@ class ShardLearner(PolicyLearner):
         return values | {"computed": sums.computed, "metrics": metrics}
 
     def clear(self, of: str) -> None:
-        """Drop the gathered gradient, and what was summed with it."""
+        """Drop the accumulated gradient and the sums."""
         self.optimizers()[of].clear()
         self._sums = self._no_sums()
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """This rank's rows of AdamW's state, and of all of the critic."""
+        """This rank's rows of AdamW's state, and of the critic's weights and state."""
         tensors = self._optimizer.tensors()
         if self.critic is not None:
             prefix, state = self.critic.PREFIX, self.critic.optimizer.tensors()
@@ -136,21 +136,21 @@ class ShardLearner(PolicyLearner):
 
     @torch.no_grad()
     def load_rows(self, tensors: PiecedTensors) -> None:
-        """Put back this rank's rows of what any number of ranks wrote."""
+        """Restore this rank's rows from what any number of ranks wrote."""
         if self.critic is not None:
             for name, parameter in self.critic.named_parameters():
                 if (stored := self.critic.PREFIX + name) in tensors:
                     local_rows(parameter).copy_(tensors.rows(stored, *rows_of(parameter, self.mesh)))
-        # Behind the weights, of which an optimizer on the processor takes a copy.
+        # After the weights, because an offloaded optimizer copies them.
         for of, optimizer in self.optimizers().items():
             optimizer.load_rows(tensors, "" if of == POLICY or self.critic is None else self.critic.PREFIX)
 
     def write_part(self, directory: Path) -> None:
-        """This rank's file of the optimizer's state."""
+        """Write this rank's file of the optimizer's state."""
         write_part(directory, self.optimizer_tensors(), self.mesh)
 
     def gather_critic(self) -> dict[str, Tensor]:
-        """The critic's weights whole, by name, on the CPU; all ranks call it."""
+        """The critic's complete weights by name, on the CPU; all ranks must call it."""
         if self.critic is None:
             return {}
         named = self.critic.named_parameters()
@@ -158,7 +158,7 @@ class ShardLearner(PolicyLearner):
 
 
 class DealingAdamW(ShardedAdamW):
-    """Rank 0's: what it does, the others do with their rows."""
+    """Rank 0's optimizer: it makes the other ranks do the same with their rows."""
 
     def __init__(self, tell: Callable[..., None], of: str, *made_of: Any) -> None:
         super().__init__(*made_of)
@@ -182,7 +182,7 @@ class DealingAdamW(ShardedAdamW):
 
 
 class DealingLearner(ShardLearner):
-    """Rank 0's: a ``PolicyLearner`` whose computations are those of all ranks."""
+    """Rank 0's learner: a ``PolicyLearner`` that computes on all ranks."""
 
     def __init__(self, team: Team, *made_of: Any) -> None:
         self._team = team
@@ -194,19 +194,19 @@ class DealingLearner(ShardLearner):
     def _backward(
         self, batch: MicroBatch, mask: Tensor, active: Tensor, held: HeldBatch | None = None
     ) -> OutOfMemory | None:
-        _, own = self._dealt("gradient", batch, mask, active, held)
+        _, own = self._deal_rows("gradient", batch, mask, active, held)
         self.add_gradient(own)
         return None
 
     def add_gradient(self, work: Work) -> None:
-        """See ``ShardLearner``; the pairs of all rows are still wanted afterwards."""
+        """See ``ShardLearner``; keeps the pairs of all rows, which are needed afterwards."""
         pairs = self._pairs
         super().add_gradient(work)
         self._pairs = pairs
 
     def _start_tensors(self, batch: MicroBatch, mask: Tensor) -> StepTensors:
         everything = torch.ones(len(batch.refs), dtype=torch.bool)
-        shares, own = self._dealt("start", batch, mask, everything, None)
+        shares, own = self._deal_rows("start", batch, mask, everything, None)
         try:
             found = self.start_of(own)
         except (RuntimeError, MemoryError) as error:
@@ -222,7 +222,7 @@ class DealingLearner(ShardLearner):
         return StepTensors(scores, mask, **whole)
 
     def _logprobs_now(self, batch: MicroBatch, mask: Tensor, active: Tensor) -> Tensor:
-        shares, own = self._dealt("logprobs", batch, mask, active, None)
+        shares, own = self._deal_rows("logprobs", batch, mask, active, None)
         parts = [self.logprobs_of(own), *(torch.tensor(each.arrays["logprobs"]) for each in self._team.answers())]
         found = torch.zeros_like(mask)
         for rows, part in zip(shares, parts, strict=True):
@@ -239,8 +239,8 @@ class DealingLearner(ShardLearner):
         observe: Callable[[], None],
     ) -> None:
         self._team.tell("sums")
-        for told in self._team.answers():
-            self._add_sums(told.values)
+        for answer in self._team.answers():
+            self._add_sums(answer.values)
         super()._update(log, totals, problem, reward_deviation, observe)
 
     def _add_sums(self, values: Mapping[str, Any]) -> None:
@@ -250,10 +250,10 @@ class DealingLearner(ShardLearner):
         for name, value in values["metrics"].items():
             self._sums.metrics[name].append(self._sums.loss.new_tensor(value))
 
-    def _dealt(
+    def _deal_rows(
         self, word: str, batch: MicroBatch, mask: Tensor, active: Tensor, held: HeldBatch | None
     ) -> tuple[list[list[int]], Work]:
-        """Give the active rows out; the row numbers of each rank, and rank 0's own work."""
+        """Distribute the active rows over the ranks; returns each rank's row numbers, and rank 0's own work."""
         rows = torch.nonzero(active).squeeze(1).tolist()
         dealt = deal([int(batch.lengths[row]) for row in rows], self._team.ranks, self._training.packing)
         shares = [[rows[number] for number in share] for share in dealt]
@@ -266,7 +266,7 @@ class DealingLearner(ShardLearner):
 
 
 def opening_values(plan: LearnerPlan) -> dict[str, Any]:
-    """A plan as plain JSON, for ``plan_of`` in a rank, which knows the loop's settings and not those of features."""
+    """A plan as plain JSON, for ``plan_of`` in another rank, which knows the core's settings but not the features'."""
     model, initial_model = (
         str(Path(each).absolute()) if Path(each).exists() else each for each in (plan.model, plan.initial_model)
     )
@@ -281,7 +281,7 @@ def opening_values(plan: LearnerPlan) -> dict[str, Any]:
 
 
 def plan_of(values: Mapping[str, Any]) -> LearnerPlan:
-    """The plan that ``opening_values`` told."""
+    """The plan that ``opening_values`` encoded."""
     return LearnerPlan(
         values["model"],
         values["initial_model"],
@@ -293,24 +293,24 @@ def plan_of(values: Mapping[str, Any]) -> LearnerPlan:
 
 
 def open_learner(plan: LearnerPlan, mesh: DeviceMesh, make: Callable[..., ShardLearner] = ShardLearner) -> ShardLearner:
-    """Load what the plan names and cut it. It is loaded whole, on the CPU: only shards go to the device."""
+    """Load the plan's models and shard them. They are loaded completely on the CPU; only shards go to the device."""
     cpu, training = torch.device("cpu"), plan.training
-    torch.manual_seed(plan.seed)  # so that ranks draw the same weights where the files lack some
+    torch.manual_seed(plan.seed)  # so that all ranks draw the same weights if the files lack some
     model = open_policy(plan.initial_model, plan.restored, cpu, training)
     companions = open_companions(model, plan.initial_model, plan.algorithm, training)
     return make(plan, model, companions, mesh)
 
 
-def carry_out(learner: ShardLearner, told: Told) -> Told | None:
-    """What a rank other than 0 does when it is told so, and its answer, if one is expected."""
-    values = told.values
-    match told.word:
+def carry_out(learner: ShardLearner, message: Told) -> Told | None:
+    """Do what rank 0's message says, on another rank; returns the answer, None if none is expected."""
+    values = message.values
+    match message.word:
         case "gradient":
-            learner.add_gradient(Work.of(told))
+            learner.add_gradient(Work.of(message))
         case "start":
-            return Told("start", arrays=start_arrays(learner.start_of(Work.of(told))))
+            return Told("start", arrays=start_arrays(learner.start_of(Work.of(message))))
         case "logprobs":
-            return Told("logprobs", arrays={"logprobs": learner.logprobs_of(Work.of(told)).numpy()})
+            return Told("logprobs", arrays={"logprobs": learner.logprobs_of(Work.of(message)).numpy()})
         case "sums":
             return Told("sums", learner.take_sums())
         case "scale":
@@ -320,33 +320,34 @@ def carry_out(learner: ShardLearner, told: Told) -> Told | None:
         case "clear":
             learner.clear(values["of"])
         case _:
-            return _carry_out_whole(learner, told)
+            return _carry_out_on_state(learner, message)
     return None
 
 
-def _carry_out_whole(learner: ShardLearner, told: Told) -> Told | None:
-    """The same, of what concerns all of the state."""
-    match told.word:
+def _carry_out_on_state(learner: ShardLearner, message: Told) -> Told | None:
+    """Do what a message says if it concerns the complete state: gather weights, load, save."""
+    values = message.values
+    match message.word:
         case "weights":
-            send_weights(learner.model, getattr(torch, told.values["dtype"]))
+            send_weights(learner.model, getattr(torch, values["dtype"]))
             learner.gather_critic()
         case "load":
-            learner.load_rows(PiecedTensors([Path(path) for path in told.values["paths"]]))
+            learner.load_rows(PiecedTensors([Path(path) for path in values["paths"]]))
         case "save":
-            return Told("saved", {"problem": _problem_of(lambda: learner.write_part(Path(told.values["directory"])))})
+            return Told("saved", {"problem": _problem_of(lambda: learner.write_part(Path(values["directory"])))})
         case _:
-            raise AssertionError(f"rank 0 never says {told.word!r}")
+            raise AssertionError(f"rank 0 never sends {message.word!r}")
     return None
 
 
 def _problem_of(write: Callable[[], None]) -> str:
     try:
         write()
-    except Exception as error:  # a full disk is the checkpoint's problem, and not the end of this rank
+    except Exception as error:  # a full disk fails the checkpoint, but must not end this rank
         return str(error) or type(error).__name__
     return ""
 
 
 def _fatal(shortage: OutOfMemory) -> UserError:
-    # Not one that the trainer splits the micro-batch for: the other ranks are in the middle of it.
+    # Not an ``OutOfMemory``, for which the trainer splits the micro-batch: the other ranks are in the middle of it.
     return UserError(str(shortage))

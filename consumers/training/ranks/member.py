@@ -1,8 +1,8 @@
-"""The process of a rank other than 0: does what rank 0 tells it, one thing after the other, until rank 0 is gone.
+"""The process of a rank other than 0: does what rank 0's messages say, one at a time, until rank 0 is gone.
 
-Started by rank 0 (``team.py``) with its end of a pair of sockets. It opens no topic and no store of its own; it writes
-its part of a checkpoint where it is told to. SIGINT and SIGTERM, which a terminal or a service manager sends to all of
-a group, are rank 0's to decide about: it still needs this rank for its last checkpoint.
+Rank 0 (``team.py``) starts it with one end of a pair of sockets. It opens no topic and no store; it writes its part of a
+checkpoint into the directory that rank 0 names. It ignores SIGINT and SIGTERM, which a terminal or a service manager
+sends to the whole process group: rank 0 still needs this rank for its last checkpoint.
 """
 
 import os
@@ -26,19 +26,19 @@ from streamrl.consumers.training.settings import TrainingSettings
 from streamrl.schemas.errors import StreamRLError
 
 FOLLOWS_S = 2.0
-"""Waited before an unexpected failure is told: what follows from the loss of another rank is told after that loss."""
+"""Seconds before an unexpected failure is reported: if another rank's loss caused it, that loss is reported first."""
 
 
 def serve(end: socket.socket) -> NoReturn:
-    """Be a rank until the other end is gone; this process ends then, whatever else it waits for."""
+    """Work as a rank until the other end is gone; then this process ends, even if it waits for something else."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    wire, told = Wire(end), queue.SimpleQueue[Told]()
-    threading.Thread(target=_receive, args=(wire, told), daemon=True).start()
+    wire, messages = Wire(end), queue.SimpleQueue[Told]()
+    threading.Thread(target=_receive, args=(wire, messages), daemon=True).start()
     try:
-        learner = _opened(wire, told.get())
+        learner = _open(wire, messages.get())
         while True:
-            if (answer := carry_out(learner, told.get())) is not None:
+            if (answer := carry_out(learner, messages.get())) is not None:
                 wire.send(answer)
     except StreamRLError as error:
         wire.send(Told(FAILED, {"kind": type(error).__name__, "problem": str(error)}))
@@ -51,14 +51,14 @@ def serve(end: socket.socket) -> NoReturn:
         os._exit(1)
 
 
-def _receive(wire: Wire, told: "queue.SimpleQueue[Told]") -> None:
+def _receive(wire: Wire, messages: "queue.SimpleQueue[Told]") -> None:
     while (message := wire.receive()) is not None:
-        told.put(message)
-    os._exit(0)  # also out of a collective operation, in which the main thread may wait for rank 0
+        messages.put(message)
+    os._exit(0)  # even if the main thread waits for rank 0 in a collective operation
 
 
-def _opened(wire: Wire, told: Told) -> ShardLearner:
-    values = told.values
+def _open(wire: Wire, message: Told) -> ShardLearner:
+    values = message.values
     plan = plan_of(values)
     torch.set_num_threads(threads_of(plan.training))
     device = rank_device(plan.training, values["rank"])
@@ -70,7 +70,7 @@ def _opened(wire: Wire, told: Told) -> ShardLearner:
 
 
 def threads_of(training: TrainingSettings) -> int:
-    """CPU threads of one operation: as set, or this rank's share of the processors."""
+    """CPU threads of one operation: the setting, or this rank's share of the processors."""
     return training.threads or max(1, (os.cpu_count() or 1) // training.ranks)
 
 

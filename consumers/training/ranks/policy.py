@@ -1,4 +1,4 @@
-"""The policy of a trainer over several devices, as its driver on rank 0 sees it: ``TrainedPolicy``, computed by all."""
+"""The policy of a trainer over several devices, as the driver on rank 0 uses it: a ``TrainedPolicy`` on all ranks."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -31,7 +31,7 @@ from streamrl.consumers.training.ranks.wire import Told
 
 
 class RankedPolicy(TrainedPolicy):
-    """Rank 0 of ``training.ranks``. The others are its child processes, and end with it."""
+    """The policy on rank 0 of ``training.ranks``. The other ranks are its child processes, and end with it."""
 
     learner: ShardLearner
 
@@ -48,14 +48,14 @@ class RankedPolicy(TrainedPolicy):
 
     def _open_learner(self, plan: LearnerPlan) -> ShardLearner:
         ranks = plan.training.ranks
-        device = rank_device(plan.training, 0)  # first: what is refused is refused before any process is started
+        device = rank_device(plan.training, 0)  # first: too few devices are refused before any process is started
         leave_ranks()
         self._team = team = Team(ranks, self._start)
         with team.together():
             meeting = offer_meeting()
             opening = opening_values(plan) | {"ranks": ranks, "port": meeting.port}
             team.tell_each([Told("open", opening | {"rank": rank}) for rank in range(1, ranks)])
-            team.answers()  # each has a device, and so will come
+            team.answers()  # each has a device, and so will join
             mesh = join_ranks(meeting, 0, ranks, device)
             learner = open_learner(plan, mesh, partial(DealingLearner, team))
             team.answers()  # each has its shards
@@ -72,35 +72,35 @@ class RankedPolicy(TrainedPolicy):
             self.learner.load_rows(PiecedTensors(paths))
 
     def accumulate(self, batch: MicroBatch) -> None:
-        """Add the gradient of a micro-batch, dealt over all ranks.
+        """Add the gradient of a micro-batch, distributed over all ranks.
 
         Raises:
             RankLost: a rank is gone.
-            UserError: memory does not hold it. It is not split, since the other ranks are in the middle of it.
+            UserError: it does not fit into memory. It cannot be split, since the other ranks are in the middle of it.
         """
         with self._team.together():
             super().accumulate(batch)
 
     def discard(self) -> None:
-        """Drop the gathered gradient."""
+        """Drop the accumulated gradient."""
         with self._team.together():
             super().discard()
 
     def finish_step(self, reward_deviation: float) -> StepOutcome:
-        """Apply the gathered gradient, unless it is not fit to be; either way it is gone afterwards."""
+        """Apply the accumulated gradient unless there is a problem with it; clears it in either case."""
         with self._team.together():
             return super().finish_step(reward_deviation)
 
     def snapshot(self) -> CopiedWeights:
-        """The weights as they are, gathered into the memory of the copy before."""
+        """The present weights, gathered into the memory of the previous copy."""
         with self._team.together():
-            self._tell_weights(self._copy.dtype)
+            self._request_weights(self._copy.dtype)
             return super().snapshot()
 
     def checkpoint(
         self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: Lineage
     ) -> str:
-        """Write a checkpoint of this moment, to which each rank adds a file; where it is."""
+        """Write a checkpoint of this moment, to which each rank adds a file; returns its path or URL."""
         with self._team.together():
             return super().checkpoint(manifest, reader, report, lineage)
 
@@ -113,22 +113,22 @@ class RankedPolicy(TrainedPolicy):
         return self.learner.gather_critic()
 
     def _all_tensors(self) -> Mapping[str, Tensor]:
-        self._tell_weights(torch.float32)
+        self._request_weights(torch.float32)
         found = {name: gathered(each, torch.float32).cpu() for name, each in unique_state(self.learner.model).items()}
-        self.learner.gather_critic()  # as the others do
+        self.learner.gather_critic()  # because the other ranks do so too
         return as_on_disk(self.learner.model, found)
 
-    def _tell_weights(self, dtype: torch.dtype) -> None:
+    def _request_weights(self, dtype: torch.dtype) -> None:
         self._team.tell("weights", dtype=str(dtype).removeprefix("torch."))
 
     def write_parts(self, directory: Path) -> None:
-        """The optimizer's state, a file of each rank, into a directory that is there.
+        """Write the optimizer's state, one file for each rank, into an existing directory.
 
         Raises:
             OSError: a rank could not write its file.
         """
         self._team.tell("save", directory=str(directory.absolute()))
         self.learner.write_part(directory)
-        for rank, told in enumerate(self._team.answers(), 1):
-            if told.values["problem"]:
-                raise OSError(f"rank {rank}: {told.values['problem']}")
+        for rank, answer in enumerate(self._team.answers(), 1):
+            if answer.values["problem"]:
+                raise OSError(f"rank {rank}: {answer.values['problem']}")

@@ -1,12 +1,12 @@
-"""A model in shards over the ranks of one machine (FSDP2), an optimizer of each rank's rows, and whole weights again.
+"""A model sharded over the ranks of one machine (FSDP2), an optimizer for each rank's rows, and gathering of weights.
 
-``fully_shard`` hooks into a module's forward pass, so all that is computed with a model goes through ``ScoringRoot``.
-Each rank keeps rows of every parameter in float32; a layer is put together for as long as it is computed with, in
-``training.dtype``. Gradients are summed over the ranks, not averaged, and kept as rows in float32 too. What is outside
-of the layers (embedding, last norm, output layer) is put together in float32, as it is without ranks.
+``fully_shard`` hooks into a module's forward pass, so every computation with a model goes through ``ScoringRoot``. Each
+rank keeps rows of every parameter in float32. A layer is gathered only while it is used, in ``training.dtype``.
+Gradients are summed over the ranks, not averaged, and also kept as rows in float32. Modules outside of the layers
+(embedding, last norm, output layer) are gathered in float32, the type that they have without ranks.
 
-Collective operations match only if all ranks make the same calls in the same order: whoever has no rows computes a
-micro-batch without a trained token, whose gradient is 0.
+Collective operations match only if all ranks make the same calls in the same order. So a rank without rows computes a
+micro-batch without trained tokens, whose gradient is 0.
 """
 
 import os
@@ -34,7 +34,8 @@ from streamrl.schemas.errors import ModelError
 
 HOST = "127.0.0.1"
 STUCK_S = 600.0
-"""A collective operation that takes longer has lost a rank. Ranks wait in one for as long as the slowest loads."""
+"""Seconds after which a collective operation counts as stuck, because a rank is lost. While models load, ranks wait in
+one for the slowest."""
 
 
 def rank_device(training: TrainingSettings, rank: int) -> torch.device:
@@ -49,20 +50,20 @@ def rank_device(training: TrainingSettings, rank: int) -> torch.device:
     if count < training.ranks:
         raise ModelError(
             f"expected a CUDA device for each of training.ranks={training.ranks}, found {count}; lower training.ranks, "
-            "or show this process more of them (CUDA_VISIBLE_DEVICES)"
+            "or make more devices visible to this process (CUDA_VISIBLE_DEVICES)"
         )
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
 
 
 def offer_meeting() -> TCPStore:
-    """Where the ranks of this machine find each other: at ``port`` of what is returned."""
+    """A store at which the ranks of this machine meet; the others connect to its ``port``."""
     return TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
 
 
 def join_ranks(store: Store, rank: int, ranks: int, device: torch.device) -> DeviceMesh:
-    """Meet the other ranks; the mesh of all of them."""
-    # Without it gloo looks for the interface of the host's name, which a container may not be able to resolve.
+    """Meet the other ranks; returns the mesh of all ranks."""
+    # Otherwise gloo resolves the host's name to find an interface, which may fail in a container.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=STUCK_S))
@@ -70,13 +71,13 @@ def join_ranks(store: Store, rank: int, ranks: int, device: torch.device) -> Dev
 
 
 def leave_ranks() -> None:
-    """Forget the other ranks."""
+    """Leave the group of ranks, if this process is in one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 class ScoringRoot(nn.Module):
-    """All that is computed with a model, as the forward pass of one module."""
+    """Every computation with a model, as the forward pass of one module."""
 
     def __init__(self, model: Any, training: TrainingSettings) -> None:
         super().__init__()
@@ -85,30 +86,30 @@ class ScoringRoot(nn.Module):
         self._scorer = open_scorer(model, training)
 
     def forward(self, *inputs: Tensor, only_states: bool) -> tuple[Tensor, ...]:
-        """Log-probs and entropy as ``CompletionScorer`` has them; or ``states_at`` these positions."""
+        """Log-probs and entropy like ``CompletionScorer``; with ``only_states``, the hidden states at positions."""
         if only_states:
             return (states_at(body_of(self.model.get_decoder()), self._packing, *inputs),)
         return self._scorer(*inputs)
 
 
 class ShardedScorer:
-    """A ``Scorer`` of a model that is in shards from now on."""
+    """A ``Scorer`` of a model, which it shards."""
 
     def __init__(self, model: Any, training: TrainingSettings, mesh: DeviceMesh) -> None:
-        # First, while the model is whole: its probes call parts of it directly.
+        # First, before sharding: its probes call parts of the model directly.
         self._root = ScoringRoot(model, training)
         shard(self._root, layers_of(model), training, mesh)
 
     def __call__(self, input_ids: Tensor, mask: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
         """See ``CompletionScorer``."""
-        logprobs, entropy = self._called(input_ids, mask, temperatures, only_states=False)
+        logprobs, entropy = self._call_root(input_ids, mask, temperatures, only_states=False)
         return logprobs, entropy
 
     def states_at(self, input_ids: Tensor, row: Tensor, column: Tensor) -> Tensor:
         """Last hidden states [K, H], see ``packing.states_at``."""
-        return self._called(input_ids, row, column, only_states=True)[0]
+        return self._call_root(input_ids, row, column, only_states=True)[0]
 
-    def _called(self, *inputs: Tensor, only_states: bool) -> tuple[Tensor, ...]:
+    def _call_root(self, *inputs: Tensor, only_states: bool) -> tuple[Tensor, ...]:
         found: tuple[Tensor, ...] = self._root(*inputs, only_states=only_states)
         if not torch.is_grad_enabled():
             reshard(self._root)
@@ -116,13 +117,13 @@ class ShardedScorer:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers that are put together one at a time: those that the model's class does not want cut."""
+    """The layers that are gathered one at a time: those that the model's class names as not to be split."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     found = [module for module in model.modules() if type(module).__name__ in names]
     if not found:
         lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
         found = max(lists, key=len, default=[])
-    # A weight that two modules share has to be in one group, which is the root's.
+    # A weight that two modules share must be in a single group: the root's.
     owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -131,9 +132,9 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def shard(root: nn.Module, layers: Iterable[nn.Module], training: TrainingSettings, mesh: DeviceMesh) -> None:
-    """Cut the layers' parameters, and the rest of the root's, by rows, in place; gradients become sums."""
+    """Shard the parameters of the layers and of the rest of the root by rows, in place; gradients are summed."""
     bfloat16 = torch.bfloat16 if training.dtype == "bfloat16" else None
-    # Inputs stay as they are: between layers it is float32 that autocast leaves, here as without ranks.
+    # Inputs are not cast: autocast leaves float32 between layers, with and without ranks.
     precision = MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in layers:
@@ -141,14 +142,14 @@ def shard(root: nn.Module, layers: Iterable[nn.Module], training: TrainingSettin
     fully_shard(root, mesh=mesh, mp_policy=whole)
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            # A sum: what a micro-batch's gradient is divided by is known at the end of the step only. Of a plain sum
-            # gloo is capable too.
+            # Summed, because the divisor of a micro-batch's gradient is known only at the end of the step. Gloo
+            # supports plain sums too.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
 def reshard(root: nn.Module) -> None:
-    """Give back what the root keeps whole for a backward pass that does not come; stale after the next step."""
+    """Free the parameters that the root keeps gathered for a backward pass, if none follows; a step makes them stale."""
     assert isinstance(root, FSDPModule)
     root.reshard()
 
@@ -156,7 +157,7 @@ def reshard(root: nn.Module) -> None:
 def rows_of(parameter: Tensor, mesh: DeviceMesh) -> tuple[int, int]:
     """First (inclusive) and last (exclusive) of this rank's rows."""
     count, rank = parameter.shape[0], mesh.get_local_rank()
-    most = -(-count // mesh.size())  # as torch.chunk cuts
+    most = -(-count // mesh.size())  # the same cuts as torch.chunk
     return min(rank * most, count), min((rank + 1) * most, count)
 
 
@@ -167,7 +168,7 @@ def local_rows(tensor: Tensor) -> Tensor:
 
 
 class ShardedAdamW(GuardedAdamW):
-    """``GuardedAdamW`` of this rank's rows. All ranks call it alike, and get the same norms."""
+    """``GuardedAdamW`` for this rank's rows. All ranks make the same calls, and get the same norms."""
 
     def __init__(
         self, named: Iterable[tuple[str, nn.Parameter]], training: TrainingSettings, max_norm: float, mesh: DeviceMesh
@@ -176,11 +177,11 @@ class ShardedAdamW(GuardedAdamW):
         self._mesh = mesh
         rows = [(name, nn.Parameter(local_rows(each), each.requires_grad)) for name, each in self._sharded]
         self._rows = dict(rows)
-        # Of a parameter with fewer rows than there are ranks, the last ones have none.
+        # If a parameter has fewer rows than there are ranks, the last ranks have none.
         super().__init__([(name, own) for name, own in rows if own.numel()] or rows, training, max_norm)
 
     def scale(self, factor: float) -> float:
-        """Multiply the gathered gradient; the L2 norm of all ranks' rows then."""
+        """Multiply the accumulated gradient; returns the L2 norm over all ranks' rows afterwards."""
         for name, parameter in self._sharded:
             self._rows[name].grad = None if parameter.grad is None else local_rows(parameter.grad)
         square = torch.tensor(super().scale(factor) ** 2, dtype=torch.float64, device=self._mesh.device_type)
@@ -188,13 +189,13 @@ class ShardedAdamW(GuardedAdamW):
         return sqrt(float(square))
 
     def clear(self) -> None:
-        """Drop the gathered gradient."""
+        """Drop the accumulated gradient."""
         super().clear()
         for _, parameter in self._sharded:
             parameter.grad = None
 
     def load_rows(self, tensors: PiecedTensors, prefix: str = "") -> None:
-        """Put back this rank's rows of what ``tensors`` holds of all ranks; only those are read."""
+        """Restore this rank's rows from the tensors of all ranks; reads only these rows."""
         own = {f"{name}.{moment}": f"{prefix}{name}.{moment}" for name in self._rows for moment in MOMENTS}
         shapes = {name: rows_of(parameter, self._mesh) for name, parameter in self._sharded}
         found = {
@@ -208,7 +209,7 @@ class ShardedAdamW(GuardedAdamW):
 
 
 def write_part(directory: Path, tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
-    """This rank's file of the optimizer's state. What is not cut is written by the first rank alone."""
+    """Write this rank's file of the optimizer's state. Values that are not cut are written by the first rank only."""
     rank = mesh.get_local_rank()
     kept = {
         name: tensor
@@ -219,7 +220,7 @@ def write_part(directory: Path, tensors: Mapping[str, Tensor], mesh: DeviceMesh)
 
 
 def gathered(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """All rows, on this rank's device; floats as ``dtype`` if one is given, by which less has to be sent."""
+    """All rows, on this rank's device; floats as ``dtype`` if given, which is applied before they are sent."""
     own = tensor.detach()
     if dtype is not None and own.is_floating_point():
         own = own.to(dtype)
@@ -227,7 +228,7 @@ def gathered(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def unique_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, shared ones once, in the order of all ranks."""
+    """Parameters and persistent buffers by name, shared ones once, in the same order on all ranks."""
     seen: set[int] = set()
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -238,10 +239,10 @@ def unique_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 class GatheredCopy(WeightCopy):
-    """A ``WeightCopy`` of a model in shards, on rank 0; the other ranks call ``send_weights`` meanwhile."""
+    """A ``WeightCopy`` of a sharded model, on rank 0; the other ranks must call ``send_weights`` at the same time."""
 
     def take(self, model: Any) -> dict[str, Tensor]:
-        """Gather the weights, floats as ``dtype``, over those of the last call."""
+        """Gather the weights, floats as ``dtype``; overwrites the last call's copy."""
         for name, tensor in unique_state(model).items():
             whole = gathered(tensor, self.dtype)
             if name not in self._memory:
@@ -253,6 +254,6 @@ class GatheredCopy(WeightCopy):
 
 
 def send_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """The other ranks' part in ``GatheredCopy.take``."""
+    """The other ranks' part of ``GatheredCopy.take``."""
     for tensor in unique_state(model).values():
         gathered(tensor, dtype)

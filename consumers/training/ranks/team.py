@@ -1,10 +1,10 @@
-"""Rank 0's hold on the other ranks: starts their processes, talks to them, and notices when one is gone.
+"""Rank 0's connection to the other ranks: starts their processes, sends messages, and notices when one is gone.
 
-The others end when rank 0 does, however it ends: each waits for the end of its socket in a thread of its own, also
-while its main thread waits in a collective operation. Invariants:
+The other ranks end when rank 0 ends for any reason: a thread in each waits for its socket to close, even while the main
+thread waits in a collective operation. Invariants:
 - no_rank_outlives_rank_0;
-- a_lost_rank_ends_the_trainer, with one line that says why, within seconds: what waits for it in a collective operation
-  fails, and if nothing does, or it is stuck, this process ends itself. The supervisor starts all of them again.
+- a_lost_rank_ends_the_trainer, with one line that says why, within seconds: a collective operation that waits for the
+  lost rank fails. If none does, or it is stuck, this process ends itself. The supervisor restarts all ranks.
 """
 
 import atexit
@@ -29,18 +29,19 @@ from streamrl.schemas.import_path import own_command
 log = structlog.get_logger()
 
 PATIENCE_S = 600.0
-"""How long a rank may take for one piece of work, such as loading the model: then it counts as lost."""
+"""Seconds that a rank may take for one piece of work, such as loading the model; after them it counts as lost."""
 GRACE_S = 5.0
-"""From the loss of a rank until this process ends itself, if what waits for that rank does not fail before."""
+"""Seconds from the loss of a rank until this process ends itself, unless a call that waits for that rank fails first."""
 CLOSING_S = 10.0
+"""Seconds that a rank's process has to end before it is killed."""
 FAILED = "failed"
 
 
 class RankProcess(Protocol):
-    """As much of ``subprocess.Popen`` as is needed of a rank's process."""
+    """The part of ``subprocess.Popen`` that a rank's process needs."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code.
+        """Wait for the end of the process; returns its exit code.
 
         Raises:
             subprocess.TimeoutExpired: it still runs.
@@ -48,7 +49,7 @@ class RankProcess(Protocol):
         ...
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         ...
 
 
@@ -56,7 +57,7 @@ StartRank = Callable[[socket.socket], RankProcess]
 
 
 def start_rank(end: socket.socket) -> RankProcess:
-    """A fresh Python that serves this end; its output goes where ours does."""
+    """A new Python process that serves this end; it shares our standard output and error."""
     number = end.fileno()
     command = own_command("streamrl.consumers.training.ranks.member", str(number))
     return subprocess.Popen(command, pass_fds=[number], stdin=subprocess.DEVNULL)  # noqa: S603 — our own module
@@ -71,10 +72,13 @@ class _Member:
 
 
 class Team:
-    """Ranks 1 to N - 1. One thread at a time talks to them; ``end_process`` is for what cannot be told in time."""
+    """Ranks 1 to N - 1. Only one thread at a time may talk to them.
+
+    ``end_process`` ends this process if the loss of a rank is not raised to a caller within ``grace_s`` seconds.
+    """
 
     current: ClassVar["Team | None"] = None
-    """A process trains one policy at a time."""
+    """The team of this process, which trains one policy at a time."""
 
     def __init__(
         self,
@@ -90,11 +94,11 @@ class Team:
         self._grace_s = grace_s
         self._lock = threading.Lock()
         self._lost: StreamRLError | None = None
-        self._is_lost, self._is_told = threading.Event(), threading.Event()
+        self._is_lost, self._is_raised = threading.Event(), threading.Event()
         self._is_closing = False
         self._members: list[_Member] = []
         Team.current = self
-        atexit.register(self.close)  # an end without it, such as SIGKILL, is the end of the others as well
+        atexit.register(self.close)  # after an end without it, such as SIGKILL, the other ranks end by themselves
         for rank in range(1, ranks):
             ours, theirs = socket.socketpair()
             with theirs:
@@ -104,24 +108,24 @@ class Team:
             threading.Thread(target=self._listen, args=(member,), name=f"rank-{rank}", daemon=True).start()
 
     def tell(self, word: str, **values: Any) -> None:
-        """Tell all the same."""
+        """Send the same message to all ranks."""
         self.tell_each([Told(word, values)] * len(self._members))
 
-    def tell_each(self, told: Sequence[Told]) -> None:
-        """Tell each its own, in the order of the ranks from 1.
+    def tell_each(self, messages: Sequence[Told]) -> None:
+        """Send each rank its own message, in the order of the ranks from 1.
 
         Raises:
             RankLost: one is gone.
         """
-        for member, message in zip(self._members, told, strict=True):
+        for member, message in zip(self._members, messages, strict=True):
             try:
                 member.wire.send(message)
             except OSError as error:
-                self._note(member, f"is gone ({error})")
+                self._record_loss(member, f"is gone ({error})")
                 raise self._loss() from error
 
     def answers(self) -> list[Told]:
-        """The next answer of each, in the order of the ranks from 1.
+        """The next answer of each rank, in the order of the ranks from 1.
 
         Raises:
             RankLost: one is gone, or does not answer.
@@ -131,7 +135,7 @@ class Team:
             try:
                 answer = member.answers.get(timeout=PATIENCE_S)
             except queue.Empty:
-                self._note(member, f"has not answered for {PATIENCE_S:.0f} s")
+                self._record_loss(member, f"has not answered for {PATIENCE_S:.0f} s")
                 answer = None
             if answer is None:
                 raise self._loss()
@@ -140,20 +144,20 @@ class Team:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Work in which ranks wait for each other: if it fails because one is gone, that is what is raised."""
+        """Encloses work in which ranks wait for each other: if it fails because a rank is lost, that loss is raised."""
         try:
             yield
         except StreamRLError:
-            self._is_told.set()
+            self._is_raised.set()
             raise
         except RuntimeError as error:
-            # A collective operation fails at the same moment at which the thread below learns why.
+            # A collective operation fails at about the time at which the listening thread learns the reason.
             if not self._is_lost.wait(self._grace_s / 2):
                 raise
             raise self._loss() from error
 
     def close(self) -> None:
-        """End all, and wait until they have; what is left of them then is killed."""
+        """End all other ranks, and wait for them; kill those that still run after ``CLOSING_S``."""
         with self._lock:
             if self._is_closing:
                 return
@@ -162,7 +166,7 @@ class Team:
         if Team.current is self:
             Team.current = None
         for member in self._members:
-            member.wire.close()  # which is the word to end
+            member.wire.close()  # a closed socket ends the rank
         for member in self._members:
             try:
                 member.process.wait(CLOSING_S)
@@ -171,40 +175,40 @@ class Team:
                 member.process.wait(CLOSING_S)
 
     def _loss(self) -> StreamRLError:
-        self._is_told.set()
+        self._is_raised.set()
         with self._lock:
-            return self._lost or RankLost("expected the ranks to be there, got: they were closed")
+            return self._lost or RankLost("expected running ranks, found them closed")
 
     def _listen(self, member: _Member) -> None:
-        while (told := member.wire.receive()) is not None:
-            if told.word == FAILED:
-                self._note(member, str(told.values["problem"]), told.values)
+        while (message := member.wire.receive()) is not None:
+            if message.word == FAILED:
+                self._record_loss(member, str(message.values["problem"]), message.values)
             else:
-                member.answers.put(told)
-        self._note(member, "is gone: its process ended without a word")
+                member.answers.put(message)
+        self._record_loss(member, "is gone: its process ended without a message")
 
-    def _note(self, member: _Member, problem: str, said: Mapping[str, Any] | None = None) -> None:
-        """Take down that a rank is lost; of several, which may follow from each other, the first one counts."""
+    def _record_loss(self, member: _Member, problem: str, values: Mapping[str, Any] | None = None) -> None:
+        """Record that a rank is lost. Only the first loss counts, since it may cause others."""
         with self._lock:
             if self._is_closing or self._lost is not None:
                 return
-            kind = getattr(errors, str((said or {}).get("kind")), RankLost)
+            kind = getattr(errors, str((values or {}).get("kind")), RankLost)
             if isinstance(kind, type) and issubclass(kind, UserError):
                 self._lost = kind(f"{problem} (rank {member.rank} of {self.ranks})")
             else:
                 self._lost = RankLost(
                     f"expected {self.ranks} ranks that train together, got: rank {member.rank} {problem}; "
-                    "all of them begin anew from the newest checkpoint"
+                    "all of them restart from the newest checkpoint"
                 )
             lost = self._lost
         self._is_lost.set()
         log.error("a rank is lost", rank=member.rank, problem=str(lost))
         for each in self._members:
             each.answers.put(None)
-        threading.Thread(target=self._end_unless_told, args=(lost,), name="lost-rank", daemon=True).start()
+        threading.Thread(target=self._end_unless_raised, args=(lost,), name="lost-rank", daemon=True).start()
 
-    def _end_unless_told(self, lost: StreamRLError) -> None:
-        if self._is_told.wait(self._grace_s) or self._is_closing:
+    def _end_unless_raised(self, lost: StreamRLError) -> None:
+        if self._is_raised.wait(self._grace_s) or self._is_closing:
             return
         sys.stderr.write(f"error: {lost}\n")
         sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""What crosses between rank 0 and another rank of its machine: a line of JSON and arrays, over a pair of sockets.
+"""Messages between rank 0 and another rank of its machine: JSON and arrays, over a pair of sockets.
 
-A message is two lengths (uint32, uint64, little-endian), that much JSON, and that much of arrays' bytes, one after the
-other as the JSON lists them. Nothing is pickled: a message can be read, not run.
+A message is two lengths in bytes (uint32, uint64, little-endian), the JSON, and the arrays' bytes in the order in which
+the JSON lists them. Nothing is pickled: reading a message runs no code.
 """
 
 import json
@@ -23,7 +23,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Told:
-    """``word``: what to do, or what came of it; ``values``: plain JSON."""
+    """A message. ``word``: the act to do, or its result; ``values``: plain JSON."""
 
     word: str
     values: dict[str, Any] = field(default_factory=dict)
@@ -31,25 +31,25 @@ class Told:
 
 
 class Wire:
-    """One end. One thread may send while another receives."""
+    """One end of the pair of sockets. One thread may send while another receives."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
 
     @property
     def descriptor(self) -> int:
-        """Of the socket, for a process to inherit."""
+        """The socket's file descriptor, for a process to inherit."""
         return self._end.fileno()
 
-    def send(self, told: Told) -> None:
-        """Send a message whole.
+    def send(self, message: Told) -> None:
+        """Send a complete message.
 
         Raises:
             OSError: the other end is gone.
         """
-        arrays = {name: np.ascontiguousarray(array) for name, array in told.arrays.items()}
+        arrays = {name: np.ascontiguousarray(array) for name, array in message.arrays.items()}
         listed = [[name, array.dtype.str, array.shape] for name, array in arrays.items()]
-        head = json.dumps({"word": told.word, "values": told.values, _ARRAYS: listed}).encode()
+        head = json.dumps({"word": message.word, "values": message.values, _ARRAYS: listed}).encode()
         self._end.sendall(_LENGTHS.pack(len(head), sum(array.nbytes for array in arrays.values())) + head)
         for array in arrays.values():
             if array.nbytes:
@@ -64,22 +64,22 @@ class Wire:
         head, body = self._exactly(head_size), self._exactly(body_size)
         if head is None or body is None:
             return None
-        said = json.loads(head)
+        fields = json.loads(head)
         arrays: dict[str, NDArray[Any]] = {}
         offset = 0
-        for name, dtype, shape in said[_ARRAYS]:
+        for name, dtype, shape in fields[_ARRAYS]:
             count = int(np.prod(shape, dtype=np.int64))
-            # Of the rest, since ``frombuffer`` takes no offset at the very end, where an empty array may be.
+            # Sliced, because ``frombuffer`` refuses an offset at the very end, where an empty array may be.
             arrays[name] = (
                 np.frombuffer(memoryview(body)[offset:], dtype, count).reshape(shape)
                 if count
                 else np.zeros(shape, dtype)
             )
             offset += arrays[name].nbytes
-        return Told(said["word"], said["values"], arrays)
+        return Told(fields["word"], fields["values"], arrays)
 
     def close(self) -> None:
-        """Let the other end know that this one is gone."""
+        """Close this end, which the other end notices."""
         with suppress(OSError):  # it may be gone already
             self._end.shutdown(socket.SHUT_RDWR)  # also wakes a thread of this process that receives
         self._end.close()

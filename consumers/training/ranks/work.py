@@ -1,7 +1,7 @@
 """The rows of a micro-batch that one rank computes, as a message to it. Knows no model.
 
-Rows are of a whole micro-batch or of what a step holds of one (``HeldBatch``). A rank without rows gets ``idle_work``:
-one row of which nothing is trained, so that it makes the same collective operations, and adds a gradient of 0.
+Rows are of a micro-batch, or of one that a step holds (``HeldBatch``). A rank without rows gets ``idle_work``: one row
+without trained tokens, so that the rank makes the same collective operations and adds a gradient of 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,12 @@ from streamrl.schemas.reports import RecordRef
 START, CREDIT, RETURNS, MASK = "start.", "credit", "returns", "mask"
 _BATCH = ("input_ids", "behaviour_logprobs", "advantages", "lengths", "temperatures")
 IDLE_TOKENS = 2
-"""The fewest of which one is predicted from another."""
+"""Tokens of an idle row: the fewest of which one is predicted from another."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A rows, as narrow as they can be: ``mask`` float32 [A, width]; ``pairs``: of the rows' groups."""
+    """A rows, cut to the longest of them; ``mask``: float32 [A, width]; ``pairs``: of the rows' groups."""
 
     batch: MicroBatch
     mask: Tensor
@@ -35,11 +35,11 @@ class Work:
 
     @property
     def everything(self) -> Tensor:
-        """Bool [A]."""
+        """A selection of all rows, bool [A]."""
         return torch.ones(len(self.batch.refs), dtype=torch.bool)
 
     def told(self, word: str) -> Told:
-        """As a message that says what to do with it."""
+        """The message that sends this work; ``word``: what to do with it."""
         refs = [list(ref) for ref in self.batch.refs]
         pairs = {name: [pair.margin, pair.loss, pair.slope] for name, pair in self.pairs.items()}
         arrays: dict[str, Any] = {name: getattr(self.batch, name) for name in _BATCH}
@@ -51,30 +51,30 @@ class Work:
         return Told(word, {"refs": refs, "pairs": pairs, "is_held": self.held is not None}, arrays)
 
     @classmethod
-    def of(cls, told: Told) -> "Work":
-        """What ``told`` made a message of."""
-        # Copied: torch warns of memory that cannot be written to.
-        found = {name: np.array(array) for name, array in told.arrays.items()}
+    def of(cls, message: Told) -> "Work":
+        """The work in a message that ``told`` made."""
+        # Copied, because torch warns about memory that is not writable.
+        found = {name: np.array(array) for name, array in message.arrays.items()}
         mask = torch.from_numpy(found[MASK])
         rows: dict[str, Any] = {name: found[name] for name in _BATCH}
         batch = MicroBatch(
             loss_mask=found[MASK],
-            refs=tuple(RecordRef(*ref) for ref in told.values["refs"]),
+            refs=tuple(RecordRef(*ref) for ref in message.values["refs"]),
             **rows,
         )
         held = None
-        if told.values["is_held"]:
+        if message.values["is_held"]:
             returns = torch.from_numpy(found[RETURNS]) if RETURNS in found else None
             start = start_tensors(found, torch.from_numpy(batch.advantages), mask)
             held = HeldBatch(batch, mask, start, torch.from_numpy(found[CREDIT]), returns)
-        pairs = {name: PairTerms(*terms) for name, terms in told.values["pairs"].items()}
+        pairs = {name: PairTerms(*terms) for name, terms in message.values["pairs"].items()}
         return cls(batch, mask, held, pairs)
 
 
 def portion(
     batch: MicroBatch, mask: Tensor, rows: Sequence[int], held: HeldBatch | None, pairs: Mapping[str, PairTerms]
 ) -> Work:
-    """These rows, at least one."""
+    """The work of these rows, at least one."""
     part, wanted = batch.repacked(rows), list(rows)
     width = part.input_ids.shape[1]
 
@@ -93,7 +93,7 @@ def portion(
 
 
 def idle_work(*, is_held: bool) -> Work:
-    """One row of tokens of which none is trained."""
+    """Work of one row without trained tokens."""
     nothing = np.zeros((1, IDLE_TOKENS), dtype=np.float32)
     batch = MicroBatch(
         input_ids=np.zeros((1, IDLE_TOKENS), dtype=np.int64),
@@ -113,13 +113,13 @@ def idle_work(*, is_held: bool) -> Work:
 
 
 def start_arrays(start: StepTensors) -> dict[str, Any]:
-    """What is known of a micro-batch at a step's start, less what the micro-batch says itself."""
+    """The start tensors of a micro-batch as arrays, without those that the micro-batch itself contains."""
     known = {field.name: getattr(start, field.name) for field in fields(StepTensors)[2:]}
     return {START + name: tensor.numpy() for name, tensor in known.items() if tensor is not None}
 
 
 def start_tensors(arrays: Arrays, scores: Tensor, mask: Tensor) -> StepTensors:
-    """What ``start_arrays`` made arrays of."""
+    """The start tensors that ``start_arrays`` turned into arrays."""
     names = [field.name for field in fields(StepTensors)[2:]]
     found = {name: torch.from_numpy(np.array(arrays[START + name])) for name in names if START + name in arrays}
     return StepTensors(scores, mask, **found)
