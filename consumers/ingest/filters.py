@@ -1,7 +1,7 @@
-"""Decides of each record: undecodable, rejected with a reason, or a usable sample of its group.
+"""Decides about each record: undecodable, rejected with a reason, or a usable sample of its group.
 
-Knows neither where records come from nor who takes the groups. ``TrajectoryFilter`` is the order of the checks; the
-checks themselves follow it: reward, repeats, staleness, and the breaker that stops a trainer fed with rubbish.
+Knows neither the source of records nor the consumer of groups. ``TrajectoryFilter`` runs the checks in order. The
+checks follow it: staleness, reward, and the circuit breaker that stops a trainer whose input is mostly bad.
 """
 
 from collections import deque
@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class IntakeRules:
-    """What of the stream may be trained. ``orphans_through``: samples of lineages up to it are skipped; 0: of none."""
+    """Which samples of the stream may be trained. ``orphans_through``: lineages up to it are skipped; 0: none."""
 
     loop: LoopSettings
     settings: IngestSettings
@@ -40,18 +40,18 @@ class IntakeRules:
 class TrajectoryFilter:
     """The checks in their order: decodes, belongs to its group, no repeat, in time, fresh enough, rewarded.
 
-    Invariant every_repeat_is_found: a sample of an open group is known there, one of a closed group in the ledger,
-    which forgets none; so a repeat is refused however late it comes, and however much was trained in between.
+    Invariant every_repeat_is_found: the assembler knows the samples of open groups, and the ledger those of all closed
+    groups. So a repeat is refused, however late it arrives and however much was trained in between.
     """
 
     def __init__(self, rules: IntakeRules, versions: CountedVersions, ledger: Ledger, metrics: IngestMetrics) -> None:
         settings = rules.settings
         self._versions, self._skips_others = versions, settings.other_behaviour == "skip"
-        # The version of this moment, before the lineage's first step, is its origin: it is asked for once.
+        # The present version, before the lineage's first step, is its origin, so it is read only here.
         self.rule = StalenessRule(
             versions.max_age, settings.orphan_lineage, versions.current, rules.orphans_through, versions.unit
         )
-        self._held_back = 2 * (rules.loop.staleness_bound + 1)
+        self._max_wait_steps = 2 * (rules.loop.staleness_bound + 1)
         self.assembler = GroupAssembler()
         self._weights = rules.reward_weights
         self._ledger = ledger
@@ -63,12 +63,12 @@ class TrajectoryFilter:
             "refused prompts",
             limit,
             settings.max_refused_share,
-            "mend the prompts or the model (streamrl run --dry-run says how many and why), "
+            "correct the prompts or the model (streamrl run --dry-run says how many and why), "
             "or raise ingest.max_refused_share and ingest.max_consecutive_poison",
         )
 
     def process(self, record: Record) -> ClosedGroup | None:
-        """Check a record that is new to the ledger; the group that it made whole, if any.
+        """Check a record that is new to the ledger; returns the group if the record completed one.
 
         Raises:
             BadInput: too much of the input is bad.
@@ -78,17 +78,17 @@ class TrajectoryFilter:
             return None
         self._metrics.observe_trajectory(trajectory)
         ref = RecordRef(trajectory.trajectory_id, record.partition, record.offset)
-        # What is no sample of its group is finished at once. Everything from here on is finished with its group.
+        # A record that is not a sample of its group is finished at once. All others are finished with their group.
         if (objection := self._objection(trajectory)) is not None:
             self._ledger.skip(Rejection(ref, *objection), trajectory.group_id)
             return None
-        # After the repeats: the second copy of a sample that was accepted is a duplicate, not a latecomer.
+        # After the check for repeats: the second copy of an accepted sample is a duplicate, not late.
         if self._ledger.is_closed(trajectory.group_id):
-            late = Rejection(ref, SkipReason.GROUP_INCOMPLETE, "its group was closed before it came")
+            late = Rejection(ref, SkipReason.GROUP_INCOMPLETE, "its group was closed before it arrived")
             self._ledger.skip_late(late, trajectory.group_id, trajectory.sample_index)
             return None
         outcome = self._evaluate(trajectory, ref)
-        # A rejected sample still counts towards its group: only so is a group known to be whole.
+        # A rejected sample still counts towards its group; otherwise the group could never be complete.
         if isinstance(outcome, Rejection):
             self._ledger.release(ref)
         return self.assembler.add(trajectory, outcome)
@@ -104,14 +104,14 @@ class TrajectoryFilter:
             self._ledger.rejections.dead_letter(record, error)
             ref = RecordRef("", record.partition, record.offset)
             self._ledger.skip(Rejection(ref, SkipReason.POISON, str(error)), record.key)
-            # Last, since it may raise: the record that ends the trainer is on the books by then.
+            # Last, since it may raise: the record that ends the trainer is in the ledger by then.
             self._undecodable.failed(f"{where}: {error}")
             return None
         self._undecodable.good()
         return message
 
     def _objection(self, trajectory: Trajectory) -> tuple[SkipReason, str] | None:
-        """Why the record is no sample of its group, whatever it contains."""
+        """Why the record cannot be a sample of its group, by its names alone; None if it can."""
         objection = self.assembler.objection(trajectory)
         if objection is None and self._ledger.has_sample(trajectory.group_id, trajectory.sample_index):
             return (
@@ -121,7 +121,7 @@ class TrajectoryFilter:
         return objection
 
     def _evaluate(self, trajectory: Trajectory, ref: RecordRef) -> Sample | Rejection:
-        # Age before rewards: what is too old does not count for the breaker, however its rewards failed.
+        # Age before rewards: failed rewards of samples that are too old do not count for the breaker.
         if (violation := self.rule.violation(trajectory, self._versions.current)) is not None:
             return Rejection(ref, *violation)
         if self._skips_others and self._versions.is_of_others(trajectory):
@@ -135,7 +135,7 @@ class TrajectoryFilter:
             reason = next(iter(trajectory.reward_errors.values()), "the engine gave up on it")
             detail = f"generation was aborted after {len(trajectory.token_ids)} tokens: {reason}"
             return Rejection(ref, SkipReason.POISON, detail)
-        # Aborts are the workers' ordinary doings, failing rewards are not: only the latter count for the breaker.
+        # Workers abort completions in normal operation, so only failed rewards count for the breaker.
         reward, fault = weighted_reward(trajectory, self._weights)
         if fault is not None:
             self._unrewarded.failed(f"{trajectory.trajectory_id}: {fault}")
@@ -144,10 +144,10 @@ class TrajectoryFilter:
         return sample_of(trajectory, ref, reward, self._weights)
 
     def note_closed(self, closed: ClosedGroup) -> None:
-        """Judge the prompts by a whole group: of one that is refused, all samples are.
+        """Count whether a closed group's prompt was refused: then all its samples are refused.
 
         Raises:
-            BadInput: hardly any prompt can be sampled.
+            BadInput: too many prompts are refused.
         """
         refused = [found for found in closed.rejections if found.reason is SkipReason.REFUSED]
         if refused and len(refused) == len(closed.rejections) and not closed.group.samples:
@@ -156,17 +156,17 @@ class TrajectoryFilter:
             self._refused.good()
 
     def close_outdated(self, version: int | None = None) -> list[ClosedGroup]:
-        """Close the groups that no worker can be working on any more. ``version``: the number that was current when
-        everything was there that has been read; None: the one of this moment.
+        """Close the groups that no worker can still be sampling.
 
-        While the dispatcher waits for a sample of a group that it ordered at version b, no step after b + staleness
-        bound + 1 is taken. Twice that leaves room for a resumed trainer, which may get past it.
+        ``version``: the version number that was current when the topic held only records read by now; None: the
+        present one. While the dispatcher waits for a sample of a group ordered at version b, no step after b +
+        staleness bound + 1 is taken. Twice that distance leaves room for a resumed trainer, which may pass it.
         """
         newest = self._versions.current.number if version is None else version
-        return self.assembler.close_outdated(newest - self._held_back)
+        return self.assembler.close_outdated(newest - self._max_wait_steps)
 
     def outdated(self, group: Group) -> Rejection | None:
-        """A sample that was not too old when it was read, and is now, if there is one."""
+        """The rejection of a sample that has become too old since it was read; None if there is none."""
         current = self._versions.current
         for sample in group.samples:
             if (violation := self.rule.violation(sample.trajectory, current)) is not None:
@@ -176,12 +176,12 @@ class TrajectoryFilter:
 
 @dataclass(frozen=True)
 class StalenessRule:
-    """``max_staleness`` in optimizer steps; ``orphan_lineage``: what becomes of samples of orphaned weights.
+    """Which samples are too old. ``max_staleness``: in ``unit``; ``orphan_lineage``: what to do with orphaned samples.
 
-    ``origin``: the version with which this trainer started. Older lineages got past its number only after the
-    checkpoint that it restored, so weights of theirs with a higher number are in no ancestry of the model.
-    ``orphans_through``: none of the weights of lineages up to this one is, since the run began anew after it.
-    ``unit``: what ages are counted in, for people.
+    ``origin``: the version with which this trainer started. Older lineages passed its number only after the checkpoint
+    that it restored. So their weights with a higher number are not ancestors of the model: they are orphaned.
+    ``orphans_through``: all weights of lineages up to this one are orphaned, because the run restarted without them.
+    ``unit``: the unit of ages, for messages.
     """
 
     max_staleness: int
@@ -191,11 +191,11 @@ class StalenessRule:
     unit: str = "steps of staleness"
 
     def violation(self, trajectory: Trajectory, current: PolicyVersion) -> tuple[SkipReason, str] | None:
-        """Why the trajectory must be skipped, or none if it may be trained."""
-        if self.orphans_through and self.is_of_an_earlier_life(trajectory):
+        """Why the trajectory must be skipped; None if it may be trained."""
+        if self.orphans_through and self.is_before_restart(trajectory):
             return (
                 SkipReason.ORPHAN_LINEAGE,
-                f"sampled by {trajectory.newest_version}, the run began anew after lineage {self.orphans_through}",
+                f"sampled by {trajectory.newest_version}, the run restarted without lineages to {self.orphans_through}",
             )
         age = staleness(trajectory, current)
         if age > self.max_staleness:
@@ -204,11 +204,11 @@ class StalenessRule:
             return SkipReason.ORPHAN_LINEAGE, f"sampled by {trajectory.newest_version}, trainer is at {current}"
         return None
 
-    def is_of_an_earlier_life(self, trajectory: Trajectory) -> bool:
-        """Whether weights from before the run began anew sampled some of its tokens, or had it in hand."""
+    def is_before_restart(self, trajectory: Trajectory) -> bool:
+        """Whether weights of lineages up to ``orphans_through`` sampled some of its tokens, or admitted it."""
         spans = trajectory.version_spans
-        # A completion without tokens is as old as the weights that it was admitted with, and so is an arm's, whose
-        # versions are another policy's.
+        # A completion without tokens counts with the weights that it was admitted with. So does an arm's, whose spans
+        # are versions of another policy.
         admitted = [trajectory.admitted_version.lineage]
         lineages = admitted if trajectory.policy else [span.version.lineage for span in spans] or admitted
         return min(lineages) <= self.orphans_through
@@ -223,23 +223,23 @@ class StalenessRule:
 def staleness(trajectory: Trajectory, current: PolicyVersion) -> int:
     """Optimizer steps between the oldest weights that sampled a token and the current ones, at least 0.
 
-    Numbers are compared across lineages: a step is a step, whoever took it.
+    Numbers are compared across lineages, since each lineage continues the count of steps.
     """
     return max(0, current.number - oldest_version(trajectory))
 
 
 def oldest_version(trajectory: Trajectory) -> int:
-    """The number of the oldest weights that sampled a token of it; of an arm's, what was served when it was ordered."""
+    """The number of the oldest weights that sampled a token; for an arm's, the version served when it was ordered."""
     if trajectory.policy:
         return trajectory.admitted_version.number
-    # A completion without tokens has no spans; it is as old as the weights that it was admitted with.
+    # A completion without tokens has no spans: it counts with the weights that it was admitted with.
     return min((span.version.number for span in trajectory.version_spans), default=trajectory.admitted_version.number)
 
 
 def weighted_reward(trajectory: Trajectory, weights: Mapping[str, float]) -> tuple[float, str | None]:
-    """Its total reward, and what is wrong with it.
+    """A trajectory's total reward, and the problem if it has none.
 
-    A trajectory that a function failed on has no reward at all, for its siblings were scored by more functions than it.
+    If one function failed, the trajectory has no reward at all, because its siblings were scored by more functions.
     """
     if trajectory.reward_errors:
         return 0.0, "; ".join(f"reward {name}: {text}" for name, text in sorted(trajectory.reward_errors.items()))
@@ -250,55 +250,56 @@ def weighted_reward(trajectory: Trajectory, weights: Mapping[str, float]) -> tup
 
 
 def sample_of(trajectory: Trajectory, ref: RecordRef, reward: float, weights: Mapping[str, float]) -> Sample:
-    """An accepted trajectory with its weighted reward, and with what of it came with each turn."""
+    """An accepted trajectory with its weighted reward, in total and by turn."""
     if not any(turn.rewards for turn in trajectory.turns):
         return Sample(trajectory, ref, reward)
     by_turn = (total_reward(turn.rewards, weights) or 0.0 for turn in trajectory.turns)
     return Sample(trajectory, ref, reward, tuple(by_turn))
 
 
-BREAKER_WINDOW = 1000  # as the descriptions of both shares in ``[ingest]`` say
+BREAKER_WINDOW = 1000  # the number in the descriptions of the shares in ``[ingest]``
 BREAKER_MIN_SEEN = 100
-"""Below so many records a share says nothing: one bad record of ten would already be a tenth."""
+"""Fewest records for judging a share: among ten records, a single bad one would already be a tenth."""
 
 
 @dataclass
 class CircuitBreaker:
-    """Trips when so much input is bad that the fault must lie elsewhere: too many bad records in a row, or too large
-    a share of the last ``BREAKER_WINDOW``.
+    """Raises when too much input is bad: too many bad records in a row, or too many of the last ``BREAKER_WINDOW``.
+
+    ``fault``: the kind of bad input, for the message.
     """
 
     fault: str
     max_consecutive: int
     max_share: float
-    advice: str = "mend what writes them, or raise the limits in [ingest]"
+    advice: str = "correct their source, or raise the limits in [ingest]"
     consecutive: int = 0
     bad: int = 0
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=BREAKER_WINDOW))
 
     def good(self) -> None:
-        """Note a record without this fault."""
-        self._note(is_bad=False)
+        """Count a record without this fault."""
+        self._count(is_bad=False)
         self.consecutive = 0
 
     def failed(self, detail: str) -> None:
-        """Note a record with this fault.
+        """Count a record with this fault.
 
         Raises:
-            BadInput: there are too many of them.
+            BadInput: there are too many.
         """
-        self._note(is_bad=True)
+        self._count(is_bad=True)
         self.consecutive += 1
         seen = len(self.recent)
-        # In a row, because a share is not judged before BREAKER_MIN_SEEN records: if all are bad, that need not be
-        # waited for.
+        # Consecutive faults are counted too, since a share is judged only from BREAKER_MIN_SEEN records on: if all
+        # records are bad, there is no need to wait for so many.
         if self.consecutive > self.max_consecutive or (seen >= BREAKER_MIN_SEEN and self.bad / seen > self.max_share):
             raise BadInput(
                 f"expected few {self.fault}, got {self.consecutive} in a row and {self.bad} among the last {seen}, "
                 f"the latest: {detail}; {self.advice}"
             )
 
-    def _note(self, *, is_bad: bool) -> None:
+    def _count(self, *, is_bad: bool) -> None:
         if len(self.recent) == BREAKER_WINDOW:
             self.bad -= self.recent[0]  # about to fall out of the window
         self.recent.append(is_bad)

@@ -1,9 +1,9 @@
-"""Which records are finished (trained in a completed step, or skipped), per partition. Pure.
+"""Which records are finished (trained in a completed step, or skipped), for each partition. Pure.
 
-A partition is a low-water mark, below which everything is finished, and the sparse finished offsets above it, because
-groups span many offsets and end out of order. Invariants, each with a test of its name:
-- nothing_finished_is_read_again: ``is_done`` stays true once it was, also through JSON;
-- nothing_unfinished_is_passed: ``low`` is never above an offset that was read and is not finished;
+A partition has a low-water mark, below which everything is finished, and a sparse set of finished offsets above it,
+because groups span many offsets and end out of order. Invariants, each with a test of its name:
+- finished_records_stay_finished: once ``is_done`` is true it stays true, also through JSON;
+- the_low_mark_never_passes_an_unfinished_record: ``low`` is never above an offset that was read and is not finished;
 - gaps_do_not_hold_the_low_mark: offsets that the log never delivers count as finished.
 """
 
@@ -17,9 +17,11 @@ from streamrl.schemas.reports import RecordRef
 
 @dataclass
 class PartitionFrontier:
-    """Finished offsets of one partition. ``read``: offsets from ``low`` on, in the order in which they were read.
+    """Finished offsets of one partition.
 
-    ``passed``: finished stretches above ``low``, first offset and the one after the last, whose records are gone.
+    ``done``: finished offsets above ``low``. ``position``: the next offset to read. ``read``: offsets read, from
+    ``low`` on, in order. ``passed``: finished ranges above ``low`` whose records are deleted, as (first offset, offset
+    after the last).
     """
 
     low: int = 0
@@ -29,30 +31,30 @@ class PartitionFrontier:
     passed: list[tuple[int, int]] = field(default_factory=list)
 
     def mark_read(self, offset: int) -> None:
-        """The next record read; whatever lies between it and the one before does not exist."""
+        """Record the next offset read; offsets between it and the previous one do not exist."""
         self.read.append(offset)
         self.position = offset + 1
         self._advance()
 
     def mark(self, offset: int) -> None:
-        """Note one finished offset."""
+        """Record one finished offset."""
         if offset >= self.low:
             self.done.add(offset)
             self._advance()
 
     def pass_over(self, first: int, end: int) -> None:
-        """Finish a stretch that begins at ``position`` and can never be read."""
+        """Finish the range from ``first`` up to, not including, ``end``, which can never be read."""
         self.passed.append((first, end))
         self.position = max(self.position, end)
         self._advance()
-        # The stretch covers these offsets now; keeping them too would only make the checkpoint larger.
+        # The range now covers these offsets; keeping them too would only make the checkpoint larger.
         self.done = {offset for offset in self.done if not first <= offset < end}
 
     def unfinished_stretches(self, first: int, end: int) -> list[tuple[int, int]]:
-        """The stretches from ``first`` up to, not including, ``end`` that are not finished."""
+        """The unfinished ranges from ``first`` up to, not including, ``end``."""
         found: list[tuple[int, int]] = []
         start = max(first, self.low)
-        # The finished stretches in order; what lies between the end of one and the beginning of the next is unfinished.
+        # Walks the finished ranges in order; the offsets between two of them are unfinished.
         for done_from, done_to in sorted([*((offset, offset + 1) for offset in self.done), *self.passed]):
             if start < min(done_from, end):
                 found.append((start, min(done_from, end)))
@@ -60,9 +62,9 @@ class PartitionFrontier:
         return [*found, (start, end)] if start < end else found
 
     def _advance(self) -> None:
-        # ``read`` holds what was read and lies at or above ``low``, so its head is the lowest offset that can still
-        # be unfinished. Without one, everything below ``position`` is finished: offsets between two records read do
-        # not exist (compaction, transaction markers), and so they do not hold the low mark.
+        # ``read`` holds the offsets read at or above ``low``, so its head is the lowest one that may be unfinished. If
+        # it is empty, everything below ``position`` is finished. Offsets between two records read do not exist
+        # (compaction, transaction markers), and so they do not hold the low mark.
         while self.read and self.read[0] in self.done:
             self.done.remove(self.read.popleft())
         self.low = max(self.low, self.read[0] if self.read else self.position)
@@ -77,11 +79,11 @@ class PartitionFrontier:
         return bool(self.passed) and any(first <= offset < end for first, end in self.passed)
 
     def unfinished(self) -> int:
-        """Records that were read and are not finished."""
+        """Number of records that were read and are not finished."""
         return sum(offset not in self.done for offset in self.read)
 
     def finished(self) -> int:
-        """Offsets below the next one to be read that are finished; one that no record has counts as such."""
+        """Number of finished offsets below ``position``; offsets without a record count as finished."""
         return self.position - self.unfinished()
 
     def copy(self) -> "PartitionFrontier":
@@ -89,16 +91,16 @@ class PartitionFrontier:
         return PartitionFrontier(self.low, set(self.done), self.position, deque(self.read), list(self.passed))
 
     def to_json(self) -> dict[str, Any]:
-        """``{"low": 7, "done": [9]}``, and ``"passed": [[10, 90]]`` if there is such a stretch."""
+        """``{"low": 7, "done": [9]}``, and ``"passed": [[10, 90]]`` if there are such ranges."""
         state: dict[str, Any] = {"low": self.low, "done": sorted(offset for offset in self.done if offset >= self.low)}
         return state | ({"passed": [list(stretch) for stretch in self.passed]} if self.passed else {})
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "PartitionFrontier":
-        """Read what ``to_json`` wrote; reading is to start at the low mark."""
+        """The frontier that ``to_json`` wrote; reading must start at the low mark."""
         low = int(data["low"])
         passed = [(int(first), int(end)) for first, end in data.get("passed", ())]
-        # ``position`` falls back to ``low``: what was read above it and not finished is to be read again.
+        # ``position`` falls back to ``low``: records above it that were read but not finished must be read again.
         return cls(low, {int(offset) for offset in data["done"]}, low, passed=passed)
 
 
@@ -109,7 +111,7 @@ class Frontier:
     partitions: dict[int, PartitionFrontier] = field(default_factory=dict)
 
     def mark_read(self, partition: int, offset: int) -> bool:
-        """Note that a record was read; false if there is nothing to do for it: it is finished, or was read before."""
+        """Record that a record was read; false if it needs no work: it is finished, or was read before."""
         found = self.partition(partition)
         if offset < found.position:
             return False
@@ -118,7 +120,7 @@ class Frontier:
         return not finished
 
     def mark_done(self, refs: Iterable[RecordRef]) -> None:
-        """Note finished records."""
+        """Record finished records."""
         for ref in refs:
             self.partition(ref.partition).mark(ref.offset)
 
@@ -128,29 +130,29 @@ class Frontier:
         return found is not None and found.is_done(offset)
 
     def partition(self, number: int) -> PartitionFrontier:
-        """The frontier of one partition, at the beginning if nothing is known of it."""
+        """The frontier of one partition; a new one at offset 0 if the partition is unknown."""
         found = self.partitions.get(number)
         if found is None:
             found = self.partitions[number] = PartitionFrontier()
         return found
 
     def lows(self) -> dict[int, int]:
-        """Where to read on after a restart, by partition."""
+        """By partition, the offset at which a restart continues reading."""
         return {number: found.low for number, found in sorted(self.partitions.items())}
 
     def positions(self) -> dict[int, int]:
-        """Where reading goes on now, by partition."""
+        """By partition, the next offset to read now."""
         return {number: found.position for number, found in sorted(self.partitions.items())}
 
     def begin_at(self, offsets: Mapping[int, int]) -> None:
-        """Nothing below these offsets is of any concern; for a frontier of which nothing was read yet."""
+        """Start at these offsets and ignore everything below; nothing may have been read yet."""
         for number, first in offsets.items():
             self.partitions[number] = PartitionFrontier(low=first, position=first)
 
     def covering(self, partitions: int) -> "Frontier":
-        """An independent copy in which partitions below this number that nothing is known of stand at offset 0.
+        """An independent copy that has all partitions below this number; unknown ones start at offset 0.
 
-        So what retention deletes before anything of a partition was read is missed too.
+        So records that retention deletes before a partition was first read are noticed too.
         """
         found = self.copy()
         for number in range(partitions):
@@ -158,7 +160,7 @@ class Frontier:
         return found
 
     def copy(self) -> "Frontier":
-        """An independent copy: what a checkpoint keeps while this one goes on."""
+        """An independent copy, for a checkpoint, while this one changes."""
         return Frontier({number: found.copy() for number, found in self.partitions.items()})
 
     def to_json(self) -> dict[str, Any]:
@@ -167,5 +169,5 @@ class Frontier:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Frontier":
-        """Read what ``to_json`` wrote; reading is to start at the low marks."""
+        """The frontier that ``to_json`` wrote; reading must start at the low marks."""
         return cls({int(number): PartitionFrontier.from_json(found) for number, found in data.items()})

@@ -1,12 +1,12 @@
-"""Assembles groups: whole when every sample is accounted for. No clock closes one, however long a sibling takes.
+"""Assembles groups. A group is complete when every sample is accounted for; no time-out closes it.
 
-Whoever cannot deliver a sample says so in a record of its own: a worker for a prompt that it cannot sample, the
-dispatcher for what no worker delivered. So every group becomes whole, but for one that the dispatcher does not know any
-more, because its order expired; that is closed once training has gone so far that nobody can have waited for it.
+A sample that cannot be delivered gets a record that says so: from a worker for a prompt that it cannot sample, from the
+dispatcher for a sample that no worker delivered. So every group becomes complete, except one whose order expired, which
+the dispatcher no longer knows. Such a group is closed once training is so far that nothing can still wait for it.
 
 Invariants:
-- a_sample_is_in_one_group_once: what was added leaves in exactly one ``ClosedGroup``;
-- a_group_for_a_later_step_waits_for_it: what fixed batches keep for a later step is not handed out before.
+- a_sample_is_in_one_group_once: each added sample leaves in exactly one ``ClosedGroup``;
+- a_group_for_a_later_step_waits_for_it: with fixed batches, a group for a later step is not handed out earlier.
 """
 
 import heapq
@@ -22,7 +22,7 @@ from streamrl.schemas.trajectories import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A record that is not trained, and why."""
+    """A record that is not trained, and the reason."""
 
     ref: RecordRef
     reason: SkipReason
@@ -31,7 +31,7 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class ClosedGroup:
-    """A group that is over: its usable samples, the rejected ones, and how many of ``wanted`` never came.
+    """A closed group: its usable samples, the rejected ones, and the number of samples ``wanted``.
 
     ``position``: of its prompt in the prompt source.
     """
@@ -43,24 +43,24 @@ class ClosedGroup:
 
     @property
     def missing(self) -> int:
-        """Samples that never came."""
+        """Number of samples that never arrived."""
         return self.wanted - len(self.group.samples) - len(self.rejections)
 
     @property
     def shortfall(self) -> str:
-        """What there is of it, in words."""
-        return f"{len(self.group.samples)} usable samples of {self.wanted}, {self.missing} never came"
+        """A message that says how many samples the group has."""
+        return f"{len(self.group.samples)} usable samples of {self.wanted}, {self.missing} never arrived"
 
     @property
     def is_usable(self) -> bool:
-        """Whether there are samples to compare; a group that was ordered with one sample needs no second."""
-        # One sample left of many is its own mean: its advantage would be 0.
+        """Whether the group has samples to compare; a group ordered with one sample needs only that one."""
+        # A single sample of many is its own mean: its advantage would be 0.
         return len(self.group.samples) >= min(2, self.wanted)
 
     @property
     def stale(self) -> Rejection | None:
-        """A sample that was too old when it was read, if there is one: the whole group ages out with it."""
-        # Long completions are the first to be too old. A baseline over those that are left would lean to short ones.
+        """A sample that was too old when it was read, if there is one: then the whole group is skipped as stale."""
+        # Long completions are the first to be too old. A baseline over the rest would be biased towards short ones.
         return next((rejection for rejection in self.rejections if rejection.reason is SkipReason.STALE), None)
 
 
@@ -71,19 +71,19 @@ class _OpenGroup:
     wanted: int
     created_at: float
     position: int
-    admitted: int  # highest version number that a worker had when samples of it were ordered
+    admitted: int  # highest version number that a worker had when samples of the group were ordered
     samples: dict[int, Sample] = field(default_factory=dict)
     rejections: dict[int, Rejection] = field(default_factory=dict)
 
 
 class GroupAssembler:
-    """Groups under assembly. Those that were closed are known to the ledger."""
+    """Groups under assembly. Closed groups are in the ledger."""
 
     def __init__(self) -> None:
         self.open: dict[str, _OpenGroup] = {}
 
     def objection(self, trajectory: Trajectory) -> tuple[SkipReason, str] | None:
-        """Why this sample cannot belong to its group, or none."""
+        """Why this sample cannot belong to its group; None if it can."""
         group_id, index, wanted = trajectory.group_id, trajectory.sample_index, trajectory.num_generations
         if trajectory.trajectory_id != (name := make_trajectory_id(group_id, index)):
             return SkipReason.POISON, f"expected sample {index} of {group_id} to be named {name}"
@@ -99,12 +99,12 @@ class GroupAssembler:
         return None
 
     def add(self, trajectory: Trajectory, outcome: Sample | Rejection) -> ClosedGroup | None:
-        """Take in a sample without objections, usable or rejected; the group if that made it whole."""
+        """Add a sample that has no objection, usable or rejected; returns the group if it is now complete."""
         created, position = trajectory.created_at, trajectory.position
         admitted = trajectory.admitted_version.number
         fresh = _OpenGroup(trajectory.num_generations, created, position, admitted)
         entry = self.open.setdefault(trajectory.group_id, fresh)
-        # Samples of one group may be of several attempts: its age is that of the first, whichever came first here.
+        # Samples of a group may come from several attempts. The group's age is that of the first, in any arrival order.
         entry.created_at = min(entry.created_at, created)
         entry.position = max(entry.position, position)
         entry.admitted = max(entry.admitted, admitted)
@@ -116,10 +116,10 @@ class GroupAssembler:
         return self._close(trajectory.group_id) if whole else None
 
     def close_outdated(self, number: int) -> list[ClosedGroup]:
-        """Close the groups of which nothing was ordered from a worker with weights of this version number or newer."""
-        # Collected first: closing takes groups out of the dict that is walked here.
-        over = [group_id for group_id, entry in self.open.items() if entry.admitted < number]
-        return [self._close(group_id) for group_id in over]
+        """Close the groups whose samples were all ordered from workers with versions below this number."""
+        # Collected first, because closing removes groups from the dict.
+        outdated = [group_id for group_id, entry in self.open.items() if entry.admitted < number]
+        return [self._close(group_id) for group_id in outdated]
 
     def _close(self, group_id: str) -> ClosedGroup:
         entry = self.open.pop(group_id)
@@ -130,9 +130,9 @@ class GroupAssembler:
 
 @dataclass
 class ReadyGroups:
-    """Closed, usable groups: those for the earliest step first, and of these the oldest.
+    """Closed, usable groups in the order of their due steps, and by age within a step, the oldest first.
 
-    ``step``: number of the step to come.
+    ``step``: gives the number of the next step.
     """
 
     step: Callable[[], int]
@@ -140,16 +140,16 @@ class ReadyGroups:
     _serial: Iterator[int] = field(default_factory=itertools.count)
 
     def __bool__(self) -> bool:
-        """Whether there is a group that the step to come may train."""
-        # The head of the heap has the smallest due step: if it must wait, all of them must.
+        """Whether there is a group that the next step may train."""
+        # The head of the heap has the smallest due step: if it must wait, all groups must.
         return bool(self._groups) and self._groups[0][0] <= self.step()
 
     def push(self, group: Group) -> None:
-        """A group was closed."""
-        # The id breaks ties, and the serial number those of one id: groups have no order.
+        """Add a closed group."""
+        # The id breaks ties, and the serial number breaks those of one id, because groups cannot be compared.
         entry = (group.due_step, group.created_at, group.group_id, next(self._serial), group)
         heapq.heappush(self._groups, entry)
 
     def pop(self, places: int | None = None) -> Group:
-        """The next group; there must be one. ``places`` of the step that are left: the oldest first needs none kept."""
+        """Remove and return the next group; there must be one. ``places`` is ignored: this order reserves no places."""
         return heapq.heappop(self._groups)[-1]

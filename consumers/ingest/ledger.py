@@ -1,17 +1,17 @@
-"""Where every record stands: pending, trained, or skipped with a reason. Decides nothing and waits for nothing.
+"""The state of every record: pending, trained, or skipped with a reason. Decides nothing and waits for nothing.
 
 Invariants, each with a test of its name:
 - every_record_has_one_outcome: read = trained + skipped + pending, and an outcome is final;
-- records_of_a_group_are_finished_together: rejected siblings are withheld until the group ends, so that a restart
-  never finds a part of it;
-- every_sample_is_known_again: of a group that was closed, whether it is finished or not, and however long ago;
-- the_end_of_an_untrained_group_is_reported: with samples that never came, a row says that the whole group ended.
+- records_of_a_group_are_finished_together: rows of rejected siblings wait until the group ends, so that a restart never
+  finds a part of it;
+- every_sample_of_a_closed_group_is_recognised, whether the group is finished or not, and however long ago it closed;
+- the_end_of_an_untrained_group_is_reported: if samples never arrived, a row says that the whole group ended.
 
-``FinishedGroups`` tells a repeat, however late it comes. Groups of ``<data set>/<index>/<pass>`` are one bit each, so
-no group has to be forgotten: a million of them are 125 kB. Every record of a group is finished together, so the samples
-of a whole group need no bits of their own; of a group that ended without some, those that came are kept by name.
-- a_finished_sample_is_known_for_ever: whatever number of groups ends after it, also through JSON;
-- a_copy_stays_as_it_is: what a checkpoint holds does not move on with the reader.
+``FinishedGroups`` recognises a repeat, however late it arrives. A group named ``<data set>/<index>/<pass>`` takes one
+bit, so no group must be forgotten: a million groups take 125 kB. All records of a group are finished together, so the
+samples of a complete group need no bits. If a group ended without some samples, the indices of the others are stored.
+- a_finished_sample_is_never_forgotten, however many groups end after it, also through JSON;
+- a_copy_does_not_change: what a checkpoint holds does not change with the reader.
 """
 
 import base64
@@ -33,27 +33,28 @@ from streamrl.schemas.reports import RecordRef, SkipReason
 from streamrl.schemas.trajectories import Part
 
 WHOLE_GROUP = frozenset({SkipReason.GROUP_INCOMPLETE, SkipReason.ZERO_ADVANTAGE})
-"""Reasons from which readers conclude that a group is over, whatever they know of its other samples."""
+"""Reasons that tell readers that a group has ended, even if they know nothing about its other samples."""
 CHUNK = 4096
-"""Groups that share an integer: half a kilobyte to copy when one of them ends."""
+"""Groups that share an integer: half a kilobyte is copied when one of them ends."""
 _NUMBERED = re.compile(r"(.*)/(0|[1-9]\d{0,17})/(0|[1-9]\d{0,17})", re.DOTALL)
-"""A data set, an index and a pass, the numbers as they are written by us: two names never mean one bit."""
+"""Data set, index and pass, with numbers in the form in which we write them: two names never share a bit."""
 _Place = tuple[str, int, int]
-"""Data set, pass, and which ``CHUNK`` indices."""
+"""Data set, pass, and number of the chunk of ``CHUNK`` indices."""
 
 
 @dataclass
 class FinishedGroups:
-    """``_whole``: bits of the groups of which every sample came; ``_partial``: of the others, the samples that did.
+    """The groups that have ended.
 
-    All values are immutable, so a copy shares them.
+    ``_whole``: bits of the groups whose samples all arrived; ``_partial``: for all others, the indices of the samples
+    that arrived. All values are immutable, so a copy shares them.
     """
 
     _whole: dict[_Place, int] = field(default_factory=dict)
     _partial: dict[str, frozenset[int]] = field(default_factory=dict)
 
     def finish(self, group_id: str, samples: Iterable[int], wanted: int) -> None:
-        """A group is over, of which these samples came."""
+        """Record that a group has ended; ``samples``: indices of those that arrived, of ``wanted``."""
         came, found = frozenset(samples), _place_of(group_id)
         if found is None or len(came) != wanted:
             self._partial[group_id] = came
@@ -62,7 +63,7 @@ class FinishedGroups:
             self._whole[place] = self._whole.get(place, 0) | 1 << bit
 
     def add_sample(self, group_id: str, index: int) -> None:
-        """A sample came after its group was over."""
+        """Record a sample that arrived after its group had ended."""
         if group_id in self._partial:
             self._partial[group_id] |= {index}
 
@@ -70,7 +71,7 @@ class FinishedGroups:
         return group_id in self._partial or self._is_whole(group_id)
 
     def has_sample(self, group_id: str, index: int) -> bool:
-        """Whether the group is over and this sample of it came."""
+        """Whether the group has ended and this sample had arrived."""
         came = self._partial.get(group_id)
         return self._is_whole(group_id) if came is None else index in came
 
@@ -79,7 +80,7 @@ class FinishedGroups:
         return found is not None and bool(self._whole.get(found[0], 0) >> found[1] & 1)
 
     def copy(self) -> "FinishedGroups":
-        """An independent copy: what a checkpoint keeps while this one goes on."""
+        """An independent copy, for a checkpoint, while this one changes."""
         return FinishedGroups(dict(self._whole), dict(self._partial))
 
     def to_json(self) -> dict[str, Any]:
@@ -95,7 +96,7 @@ class FinishedGroups:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "FinishedGroups":
-        """Read what ``to_json`` wrote."""
+        """The groups that ``to_json`` wrote."""
         whole = {
             (str(dataset), int(data_pass), int(number)): int.from_bytes(base64.b64decode(packed), "little")
             for dataset, data_pass, found in data["whole"]
@@ -105,7 +106,7 @@ class FinishedGroups:
 
 
 def _place_of(group_id: str) -> tuple[_Place, int] | None:
-    """Where a group's bit is; none for a name of another form."""
+    """Where a group's bit is; None for a name of another form."""
     if (match := _NUMBERED.fullmatch(group_id)) is None:
         return None
     number, bit = divmod(int(match[2]), CHUNK)
@@ -113,7 +114,7 @@ def _place_of(group_id: str) -> tuple[_Place, int] | None:
 
 
 class KnownRecord(Part):
-    """The highest finished record of a partition: if the topic shows another one there, it was created anew."""
+    """The highest finished record of a partition: if the topic holds another one there, it was created again."""
 
     offset: Annotated[int, Field(ge=0)]
     trajectory_id: str
@@ -121,7 +122,7 @@ class KnownRecord(Part):
 
 @dataclass(frozen=True, slots=True)
 class RecordCounts:
-    """Records read by this process, by where they stand."""
+    """Numbers of records read by this process, by state."""
 
     read: int
     trained: int
@@ -131,9 +132,10 @@ class RecordCounts:
 
 @dataclass(slots=True)
 class _UnfinishedGroup:
-    """A closed group: how many of its usable samples are not finished, and the rows withheld until all are.
+    """A closed group that is not finished.
 
-    ``delivered``: indices of the samples that came.
+    ``remaining``: number of usable samples that are not finished; ``withheld``: rows that wait until all are;
+    ``delivered``: indices of the samples that arrived.
     """
 
     closed: ClosedGroup
@@ -143,25 +145,25 @@ class _UnfinishedGroup:
     is_trained: bool = False
 
     def rows(self, last: list[Rejection]) -> list[Rejection]:
-        """What is to be written now that the last usable samples were skipped."""
+        """The rows to write when the last usable samples were skipped; ``last``: the rows of these."""
         rows = last + self.withheld
         missing = self.closed.missing
         if self.is_trained or missing <= 0 or not rows or any(row.reason in WHOLE_GROUP for row in rows):
             return rows
-        # No row tells yet that samples which never came are over too, and the dispatcher would wait for them: the
-        # first row is given the reason that says so, and keeps its own in the detail.
+        # Otherwise no row would say that the missing samples have ended too, and the dispatcher would wait for them. So
+        # the first row gets the reason that says so, and keeps its own reason in the detail.
         first = rows[0]
-        detail = f"{first.reason.value}: {first.detail}; {missing} of {self.closed.wanted} samples never came"
+        detail = f"{first.reason.value}: {first.detail}; {missing} of {self.closed.wanted} samples never arrived"
         return [replace(first, reason=SkipReason.GROUP_INCOMPLETE, detail=detail), *rows[1:]]
 
 
 class Ledger:
-    """The accounts of one reader. ``current_step``: of the trainer, for the rows.
+    """One reader's records and their states. ``current_step``: gives the trainer's step, for the rows.
 
-    ``frontier`` is the live one: what the weights in memory contain, and what was skipped; copy it to keep it.
-    ``pending_bytes``: of trajectories held, in groups that are incomplete, ready, or handed out and not finished.
-    ``finished_groups``: all that have ended, as the frontier's companion: a checkpoint keeps both of one moment.
-    ``prompt_cursor``: all prompts whose groups ended lie below this position of the prompt source.
+    ``frontier`` is live: it covers records in the weights in memory, and skipped ones; copy it to store it.
+    ``pending_bytes``: bytes of held trajectories, in groups that are incomplete, ready, or handed out and unfinished.
+    ``finished_groups``: all groups that have ended; a checkpoint stores it and the frontier of the same moment.
+    ``prompt_cursor``: the position in the prompt source after the last prompt whose group has ended.
     """
 
     def __init__(
@@ -187,22 +189,22 @@ class Ledger:
         self._skipped = 0
 
     def is_finished(self, trajectory_id: str) -> bool:
-        """Whether the trajectory is known as one of a group that has ended."""
+        """Whether the trajectory's group has ended and the trajectory had arrived."""
         index = sample_index_of(trajectory_id)
         return index is not None and self.finished_groups.has_sample(group_id_of(trajectory_id), index)
 
     def move(self, frontier: Frontier, known_records: Mapping[int, KnownRecord]) -> None:
-        """Go on with another topic, before any record was read."""
-        assert not self._read, "records that were read keep their offsets"
+        """Continue with another topic, before any record was read."""
+        assert not self._read, "move the ledger before reading"
         self.frontier = frontier
         self.known_records = dict(known_records)
 
     def counts(self) -> RecordCounts:
-        """The sums so far."""
+        """The numbers of records so far."""
         return RecordCounts(self._read, self._trained, self._skipped, len(self._pending))
 
     def record_read(self, record: Record) -> bool:
-        """Enter a record as pending; false if it is finished or was read before."""
+        """Add a record as pending; false if it is finished or was read before."""
         if not self.frontier.mark_read(record.partition, record.offset):
             return False
         size = len(record.value or b"")
@@ -212,36 +214,36 @@ class Ledger:
         return True
 
     def release(self, ref: RecordRef) -> None:
-        """The record stays pending, but its content is not held any more."""
+        """Stop counting the bytes of a pending record, whose content is no longer held."""
         self.pending_bytes -= self._pending[ref.partition, ref.offset]
-        self._pending[ref.partition, ref.offset] = 0  # not taken out: the record has no outcome yet
+        self._pending[ref.partition, ref.offset] = 0  # not removed: the record has no outcome yet
 
     def skip(self, rejection: Rejection, group_id: str | None) -> None:
         """Write a row and finish the record."""
-        # First, since it raises for a record that has an outcome: that must not get a second row.
+        # First, since it raises for a record that has an outcome, which must not get a second row.
         self._finish(rejection.ref)
         self.rejections.skip(rejection.ref, group_id, rejection.reason, rejection.detail, self._current_step())
         self._skipped += 1
 
     def record_loss(self, partition: int, first: int, end: int) -> None:
-        """The broker deleted these records before they were read: rows for those that were not finished."""
+        """Write rows for unfinished records that the broker deleted before they were read."""
         detail = f"retention deleted offsets {first} to {end - 1} before they were trained; the loss was accepted"
         self._pass_over(partition, first, end, SkipReason.RETENTION_EXPIRED, detail)
 
     def record_start(self, partition: int, first: int, end: int) -> None:
-        """Reading begins at ``end``: a row for what was there before."""
-        detail = f"attached behind offset {end - 1}: what came before is not for this instance"
+        """Start reading at ``end``, with a row for the earlier records."""
+        detail = f"attached after offset {end - 1}: earlier records are not for this instance"
         self._pass_over(partition, first, end, SkipReason.BEFORE_ATTACH, detail)
 
     def _pass_over(self, partition: int, first: int, end: int, reason: SkipReason, detail: str) -> None:
-        # Before the frontier passes over it, after which nothing in the range counts as unfinished.
+        # Before ``pass_over``, after which everything in the range counts as finished.
         for start, stop in self.frontier.partition(partition).unfinished_stretches(first, end):
             ref = RecordRef("", partition, start)
             self.rejections.skip(ref, None, reason, detail, self._current_step(), stop)
         self.frontier.partition(partition).pass_over(first, end)
 
     def hold(self, closed: ClosedGroup) -> None:
-        """A group was closed; its records are finished by ``mark_trained`` and ``mark_skipped``."""
+        """Hold a closed group until ``mark_trained`` and ``mark_skipped`` have finished its records."""
         group = closed.group
         refs = (*(sample.ref for sample in group.samples), *(rejection.ref for rejection in closed.rejections))
         delivered = {index for ref in refs if (index := sample_index_of(ref.trajectory_id)) is not None}
@@ -249,16 +251,16 @@ class Ledger:
         self._unfinished[group.group_id] = held
 
     def is_closed(self, group_id: str) -> bool:
-        """Whether the group is over, so that a sample of it comes late."""
+        """Whether the group is closed, so that further samples are late."""
         return group_id in self._unfinished or group_id in self.finished_groups
 
     def has_sample(self, group_id: str, index: int) -> bool:
-        """Whether this sample of a closed group came before."""
+        """Whether this sample of a closed group has already arrived."""
         held = self._unfinished.get(group_id)
         return self.finished_groups.has_sample(group_id, index) if held is None else index in held.delivered
 
     def skip_late(self, rejection: Rejection, group_id: str, index: int) -> None:
-        """A sample came after its group was closed: its row waits for the end of the group if that is to come."""
+        """Skip a sample that arrived after its group was closed; its row waits for the end of the group."""
         if (held := self._unfinished.get(group_id)) is not None:
             self.release(rejection.ref)
             held.withheld.append(rejection)
@@ -268,10 +270,10 @@ class Ledger:
             self.finished_groups.add_sample(group_id, index)
 
     def mark_skipped(self, group: Group, reason: SkipReason, detail: str) -> None:
-        """Finish samples of a held group that are not trained: rows are written.
+        """Finish samples of a held group that are not trained, and write their rows.
 
         Raises:
-            LifecycleError: they are finished already.
+            LifecycleError: the samples are finished already.
         """
         held = self._held(group.group_id)
         held.remaining -= len(group.samples)
@@ -279,15 +281,15 @@ class Ledger:
         if held.remaining == 0:
             rows = held.rows(rows)
             self._end(held)
-        # Nothing here awaits, so a snapshot finds all of the group finished, or none of it.
+        # No await here, so a snapshot sees all of these samples finished, or none.
         for row in rows:
             self.skip(row, group.group_id)
 
     def mark_trained(self, refs: Iterable[RecordRef]) -> None:
-        """Finish samples of held groups that are in the weights now, and write the rows withheld for them.
+        """Finish samples of held groups that are now in the weights, and write the withheld rows of ended groups.
 
         Raises:
-            LifecycleError: one of them is finished already.
+            LifecycleError: a sample is finished already.
         """
         for ref in refs:
             group_id = group_id_of(ref.trajectory_id)
@@ -298,7 +300,7 @@ class Ledger:
             held.remaining -= 1
             if held.remaining == 0:
                 self._end(held)
-                # Only now: were these finished before, a restart could find the group without them.
+                # Only now: if these were finished earlier, a restart could find the group without them.
                 for rejection in held.withheld:
                     self.skip(rejection, group_id)
 
@@ -317,10 +319,10 @@ class Ledger:
     def _finish(self, ref: RecordRef) -> None:
         size = self._pending.pop((ref.partition, ref.offset), None)
         if size is None:
-            raise LifecycleError(f"expected a pending record, got {ref}, which was never read or is finished")
+            raise LifecycleError(f"expected a pending record, got {ref}, which was not read or is already finished")
         self.pending_bytes -= size
         self.frontier.mark_done((ref,))
         known = self.known_records.get(ref.partition)
-        # A record without a name did not decode; there is nothing to know it again by.
+        # A record without a name did not decode, so it cannot be recognised later.
         if ref.trajectory_id and (known is None or ref.offset > known.offset):
             self.known_records[ref.partition] = KnownRecord(offset=ref.offset, trajectory_id=ref.trajectory_id)

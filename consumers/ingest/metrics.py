@@ -1,4 +1,4 @@
-"""What reading measures: rates, lag per length bucket, latency."""
+"""Metrics of reading: rates, lag by length bucket, latency."""
 
 import math
 from collections import defaultdict
@@ -17,9 +17,9 @@ from streamrl.schemas.trajectories import Trajectory
 log = structlog.get_logger()
 
 LOOK_S = 0.5
-"""Between two questions for the ends of the topic: a display shows about one a second."""
+"""Seconds between two requests for the ends of the topic: a display shows about one value a second."""
 SILENCE_S = 10.0
-"""After a silence the broker is not asked again at once: reading must not wait for a display."""
+"""Seconds before the next request if the broker did not answer: reading must not wait for the sake of a display."""
 
 
 @dataclass
@@ -41,12 +41,12 @@ class IngestMetrics:
         self.since = self.monotonic()
 
     def observe_record(self, size: int) -> None:
-        """A record was read."""
+        """Count a record; ``size``: its bytes."""
         self.records += 1
         self.bytes_read += size
 
     def observe_trajectory(self, trajectory: Trajectory) -> None:
-        """A trajectory was decoded."""
+        """Count a decoded trajectory, and its latency."""
         self.trajectories += 1
         self.latency_s += max(0.0, self.clock() - trajectory.finished_at)
 
@@ -59,8 +59,9 @@ class IngestMetrics:
         skipped: Mapping[str, int],
         dead_letters: int,
     ) -> dict[str, float]:
-        """Metrics since the last call; the counters start again. ``finished``, ``skipped``: since the run began;
-        ``dead_letters``: since this process started.
+        """Metrics since the last call; resets the counters.
+
+        ``finished`` and ``skipped``: since the run started; ``dead_letters``: since this process started.
         """
         now = self.monotonic()
         elapsed = max(1e-3, now - self.since)
@@ -72,7 +73,7 @@ class IngestMetrics:
             "kafka/dead_letters": float(dead_letters),
             "off_policy/dropped": float(skipped.get(SkipReason.STALE, 0) + skipped.get(SkipReason.ORPHAN_LINEAGE, 0)),
             **{f"kafka/lag/bucket_{bucket}": float(count) for bucket, count in self._by_bucket(lag).items()},
-            # With these a display knows the lag between two steps too: ends of the topic, less what is finished.
+            # From these a display computes the lag between two steps: ends of the topic minus finished records.
             **{f"kafka/finished/bucket_{bucket}": float(count) for bucket, count in self._by_bucket(finished).items()},
             **{f"ledger/skipped/{reason}": float(count) for reason, count in sorted(skipped.items())},
         }
@@ -81,9 +82,9 @@ class IngestMetrics:
         return found
 
     async def look_at_ends(self, subscription: Subscription) -> None:
-        """Ask the broker how far the topic goes, now and then; for whoever reads, never for whoever trains.
+        """Ask the broker for the topic's ends, at most every ``LOOK_S`` seconds. Only the reading task may call it.
 
-        The answer to this question waits in line behind a read that the broker holds because it finds nothing.
+        The trainer must not: the broker answers only after a pending read, which it holds while there are no records.
         """
         if self.monotonic() < self.ask_again_at:
             return
@@ -95,7 +96,7 @@ class IngestMetrics:
             log.warning("lag not known", error=str(error))
 
     def lag(self, positions: Mapping[TopicPartition, int], frontier: Frontier) -> dict[TopicPartition, int]:
-        """Records on the topic, as far as it is known, that are not finished, read or not; by partition."""
+        """By partition, records up to the last known ends that are not finished, whether read or not."""
         return {
             tp: max(0, end - positions.get(tp, 0)) + frontier.partition(tp.partition).unfinished()
             for tp, end in self.ends.items()

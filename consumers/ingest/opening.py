@@ -1,14 +1,13 @@
-"""Opens the trajectories topic for a reader: where reading begins after a restore, and whether it is the same topic.
+"""Opens the trajectories topic for a reader: where reading starts after a restore, and whether it is the same topic.
 
-Two things must never be passed in silence: records that retention deleted before they were read, and a topic that was
-deleted and created anew, whose offsets mean other records. The first can be accepted by name, the second never.
+Two things must never pass silently: records that retention deleted before they were read, and a topic that was deleted
+and created again, whose offsets mean other records. A setting can accept the first, never the second.
 
-The topic may also be another cluster's: a mirror, or a restored backup, whose offsets are not those of before. A
-checkpoint says by offset what is finished, which means nothing there. What it knows by name does: the topic is read
-once, the first record of each finished trajectory is finished there too, and everything else is pending. Invariants,
-each with a test of its name:
-- what_was_finished_stays_finished: as far as the checkpoint knows its name, whatever its partition, offset and order;
-- what_is_not_found_is_counted: finished records, at most, that the topic lacks or that have no name.
+The topic may also be on another cluster: a mirror, or a restored backup, with other offsets. There the checkpoint's
+finished offsets mean nothing, but its finished names do. So the topic is read once: the first record of each finished
+trajectory is finished there too, and everything else is pending. Invariants, each with a test of its name:
+- trajectories_finished_by_name_stay_finished, in any partition, at any offset and in any order;
+- missing_finished_records_are_counted: an upper bound of finished records that the topic lacks or that have no name.
 """
 
 import asyncio
@@ -32,9 +31,9 @@ log = structlog.get_logger()
 
 POLL_S = 0.2
 OPEN_ATTEMPTS = 5
-"""Retention may go on deleting while what it deleted is recorded."""
+"""Attempts to open: retention may delete more records while lost ones are being recorded."""
 COMPARE_TIMEOUT_S = 30.0
-"""For reading one known record of each partition: far above what a broker needs that is there."""
+"""Time-out for reading one known record of each partition: far above what a running broker needs."""
 
 LostRange = tuple[str, int, int, int]
 """Topic, partition, first missing offset, the offset after the last missing one."""
@@ -42,7 +41,7 @@ LostRange = tuple[str, int, int, int]
 
 @dataclass(frozen=True)
 class TopicOpening:
-    """How one reader opens its topic. ``accept_loss``: lost ranges get skip rows instead of ending the trainer."""
+    """Opens a reader's topic. ``accept_loss``: lost ranges get skip rows instead of ending the trainer."""
 
     bus: Bus
     topic: str
@@ -51,14 +50,14 @@ class TopicOpening:
     accept_loss: bool
 
     async def open(self, ledger: Ledger) -> Subscription:
-        """A subscription that goes on at the frontier's positions; accepted losses are in the ledger then.
+        """A subscription that continues at the frontier's positions; records accepted losses in the ledger.
 
         Raises:
-            DataLossRefused: records are missing that were not trained, or this is another topic.
+            DataLossRefused: records that were not trained are missing, or this is another topic.
             BusUnavailable: no broker answers.
         """
         for attempt in range(1, OPEN_ATTEMPTS + 1):
-            # The positions: at the beginning they are the low marks, after a loss while reading they are beyond them.
+            # Positions equal the low marks at the start; after a loss during reading they are beyond them.
             start = {TopicPartition(self.topic, n): offset for n, offset in ledger.frontier.positions().items()}
             try:
                 return await self.bus.subscribe(
@@ -66,7 +65,7 @@ class TopicOpening:
                 )
             except DataLossRefused as error:
                 lost = await self._lost_ranges(start)
-                # Nothing is missing by the broker's own account: then the refusal has another cause, which must show.
+                # If the broker's own offsets show no loss, the refusal has another cause, which must be raised.
                 if attempt == OPEN_ATTEMPTS or not lost:
                     raise
                 if not self.accept_loss:
@@ -76,8 +75,8 @@ class TopicOpening:
                 ledger.record_loss(partition, first, end)
         raise AssertionError("unreachable: the last attempt raises or returns")
 
-    async def begin_with_what_is_held(self, ledger: Ledger, begin: str = "beginning") -> None:
-        """Let the frontier begin at the oldest records that there are; those before ``begin`` get a row together.
+    async def start_at_held_records(self, ledger: Ledger, begin: str = "beginning") -> None:
+        """Start the frontier at the oldest records on the topic; those before ``begin`` get one row for each partition.
 
         Raises:
             BusUnavailable: no broker answers.
@@ -89,8 +88,8 @@ class TopicOpening:
             if held[partition][0] < wanted:
                 ledger.record_start(partition, held[partition][0], wanted)
 
-    async def is_elsewhere(self, ledger: Ledger) -> bool:
-        """Whether the topic is not the one that the checkpoint was taken of, or cannot be told to be.
+    async def is_other_topic(self, ledger: Ledger) -> bool:
+        """Whether the topic is not the checkpoint's, or may not be.
 
         Raises:
             BusUnavailable: no broker answers.
@@ -100,17 +99,17 @@ class TopicOpening:
                 return False
         except DataLossRefused:
             return True
-        # Nothing to compare: if it does not hold what comes next either, retention alone may have done that. Then
-        # ``accept_loss`` is asked for on the checkpoint's own cluster, and this option on another one.
+        # There is nothing to compare. If the next records are missing too, either retention deleted them or the cluster
+        # is another one. The user chooses: ``accept_loss`` for the first, ``translate_offsets`` for the second.
         begins, _ = await self._extents()
         lows = {TopicPartition(self.topic, n): low for n, low in ledger.frontier.lows().items() if low}
         return any(low < begins.get(tp, 0) for tp, low in lows.items())
 
     async def check(self, ledger: Ledger) -> bool:
-        """Make sure that the topic is the one the checkpoint was taken of; false if it held nothing to compare.
+        """Check that the topic is the checkpoint's; false if there was no known record to compare.
 
         Raises:
-            DataLossRefused: it ends before the frontier, or holds other records than it did.
+            DataLossRefused: the topic ends before the frontier, or holds other records than before.
             BusUnavailable: no broker answers, or it does not deliver the records to compare.
         """
         known = {TopicPartition(self.topic, n): record for n, record in ledger.known_records.items()}
@@ -122,14 +121,14 @@ class TopicOpening:
             _must_reach(tp, low, ends)
         for tp, record in known.items():
             _must_reach(tp, record.offset + 1, ends)
-        # A known record that retention has deleted since can no longer be compared; all others are.
+        # Known records that retention has deleted since cannot be compared; all others are.
         held = {tp: record for tp, record in known.items() if record.offset >= begins.get(tp, 0)}
         if held:
             await self._compare(held)
         return bool(held)
 
     async def _extents(self) -> tuple[Mapping[TopicPartition, int], Mapping[TopicPartition, int]]:
-        """The first offset held and the one after the last, by partition."""
+        """By partition: the first offset held, and the offset after the last."""
         probe = await self.bus.subscribe([self.topic], client_id=f"{self.client_id}-probe", start="latest")
         try:
             return await probe.beginning_offsets(), await probe.end_offsets()
@@ -168,7 +167,7 @@ class TopicOpening:
                 while len(found) < len(offsets):
                     for record in await reading.poll(timeout_s=POLL_S):
                         found.setdefault(TopicPartition(record.topic, record.partition), record)
-                    reading.pause(found)  # one record of each is enough, and the long partitions would fill every poll
+                    reading.pause(found)  # one record of each is enough; otherwise long partitions fill every poll
         except TimeoutError:
             missing = sorted(offsets.keys() - found.keys())
             raise BusUnavailable(
@@ -180,7 +179,7 @@ class TopicOpening:
 
 
 def _must_reach(tp: TopicPartition, offset: int, ends: Mapping[TopicPartition, int]) -> None:
-    # Retention moves a partition's beginning and never its end: one that ends earlier than it did is another one.
+    # Retention moves a partition's start, never its end: a partition that ends earlier than before is another one.
     if ends.get(tp, 0) < offset:
         raise DataLossRefused(_recreated(tp, f"{offset} records", f"{ends.get(tp, 0)}"))
 
@@ -197,7 +196,7 @@ def _recreated(tp: TopicPartition, expected: str, got: str) -> str:
     return (
         f"expected {expected} in {tp.topic}/{tp.partition}, as the checkpoint says, got {got}: the topic was deleted "
         "and recreated, or this is another broker; restore the topic or name the right broker; for a mirror or backup "
-        "with the same trajectories, give --ingest.translate_offsets true; or begin a new run from the checkpoint's "
+        "with the same trajectories, give --ingest.translate_offsets true; or start a new run from the checkpoint's "
         "model (--model.path) under another name"
     )
 
@@ -205,15 +204,17 @@ def _recreated(tp: TopicPartition, expected: str, got: str) -> str:
 def _loss_refused(lost: list[LostRange]) -> str:
     ranges = ", ".join(f"{topic}/{number} offsets {start} to {end - 1}" for topic, number, start, end in lost)
     return (
-        f"expected to read on without loss, but retention deleted {ranges} before they were trained; give "
-        "--ingest.accept_loss true to go on without them, each lost range then gets a retention_expired row; on "
-        "another cluster than the checkpoint's, give --ingest.translate_offsets true instead"
+        f"expected to continue without loss, but retention deleted {ranges} before they were trained; give "
+        "--ingest.accept_loss true to continue without them, with a retention_expired row for each range; on another "
+        "cluster than the checkpoint's, give --ingest.translate_offsets true instead"
     )
 
 
 def first_wanted(begin: str, held: Mapping[int, tuple[int, int]]) -> dict[int, int]:
-    """By partition: the first record to be trained of those that are ``held`` (the first, and the one after the last).
-    A partition that ``begin`` does not name begins with its first.
+    """By partition, the offset of the first record to train.
+
+    ``held``: by partition, the first offset on the topic and the one after the last. A partition that ``begin`` does
+    not name starts with its first record.
     """
     match begin:
         case "now":
@@ -225,14 +226,14 @@ def first_wanted(begin: str, held: Mapping[int, tuple[int, int]]) -> dict[int, i
 
 
 IsFinished = Callable[[str], bool]
-"""Whether a checkpoint knows the trajectory of this name as trained or skipped."""
+"""Whether a checkpoint lists the trajectory of this name as trained or skipped."""
 
 
 @dataclass
 class Translation:
-    """A checkpoint's part of the stream in the offsets of another topic.
+    """A checkpoint's position in the stream, translated to another topic's offsets.
 
-    ``carried``: the records of finished trajectories; ``finished_before``: offsets that the checkpoint calls finished.
+    ``carried``: records of finished trajectories; ``finished_before``: number of offsets finished in the checkpoint.
     """
 
     is_finished: IsFinished
@@ -244,29 +245,29 @@ class Translation:
 
     @property
     def absent(self) -> int:
-        """Finished records that were not found here, at most: offsets count that never held a record of a name."""
+        """Upper bound of finished records not found here; it also counts offsets that never held a named record."""
         return max(0, self.finished_before - len(self.carried))
 
     def add(self, name: str | None, partition: int, offset: int) -> None:
-        """The next record. A second copy of a finished trajectory stays pending, to be skipped as a duplicate."""
+        """Process the next record. A second copy of a finished trajectory stays pending: it is skipped as a duplicate."""
         if name is None or name in self._seen or not self.is_finished(name):
             return
         self._seen.add(name)
         self.carried.append(RecordRef(name, partition, offset))
         self.frontier.partition(partition).done.add(offset)
-        # Ascending within a partition, so the last one is the highest.
+        # Offsets ascend within a partition, so the last record is the highest.
         self.known_records[partition] = KnownRecord(offset=offset, trajectory_id=name)
 
 
 async def translate(bus: Bus, topic: str, client_id: str, is_finished: IsFinished, before: Frontier) -> Translation:
-    """Read the whole topic and find what was finished. ``before``: the frontier in the offsets of the other cluster.
+    """Read the whole topic and find the finished records. ``before``: the frontier in the checkpoint's offsets.
 
     Raises:
-        BusUnavailable: no broker answers, or the topic is not there.
+        BusUnavailable: no broker answers, or the topic does not exist.
     """
     found = Translation(is_finished, finished_records(before))
     history = BusHistory(bus, client_id)
-    # What comes before the first offsets is not here, and not waited for.
+    # Records before the first offsets are not here, and must not be waited for.
     found.frontier.begin_at({tp.partition: extent.first for tp, extent in (await history.extents(topic)).items()})
     async with aclosing(_named(history, topic)) as records:
         async for record, name in records:
@@ -275,7 +276,7 @@ async def translate(bus: Bus, topic: str, client_id: str, is_finished: IsFinishe
 
 
 def finished_records(frontier: Frontier) -> int:
-    """Offsets that a frontier calls finished; more than records, where some offsets never held one."""
+    """Number of finished offsets of a frontier; it exceeds the records where offsets never held one."""
     return sum(
         found.low + sum(offset >= found.low for offset in found.done) + sum(end - first for first, end in found.passed)
         for found in frontier.partitions.values()
@@ -285,5 +286,5 @@ def finished_records(frontier: Frontier) -> int:
 async def _named(history: BusHistory, topic: str) -> AsyncGenerator[tuple[Record, str | None], None]:
     async with aclosing(history.records(topic)) as records:
         async for record in records:
-            # A record that does not decode as a whole was finished under its name or not at all.
+            # The name is read even if the record does not decode: it was finished under that name, or not at all.
             yield record, peek_trajectory_id(record.value, record.headers)

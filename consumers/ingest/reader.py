@@ -1,13 +1,13 @@
-"""Reads the trajectories topic and hands whole groups to the trainer: oldest first, or as ``sampling.py`` chooses.
+"""Reads the trajectories topic and hands complete groups to the trainer: oldest first, or as ``sampling.py`` chooses.
 
-Where reading begins after a restore, and whether the topic is still that of the checkpoint, ``opening.py`` finds out.
+``opening.py`` finds where reading starts after a restore, and whether the topic is still the checkpoint's.
 Invariants, each with a test of its name:
 - undecodable_bytes_are_dead_lettered_and_nothing_else_is_lost;
-- a_resumed_reader_neither_repeats_nor_loses;
-- nothing_is_handed_out_before_what_was_there_was_read, as far as the high-water mark lets it, so that a reader that
-  resumes hands out the same groups in the same order as one that never stopped;
-- reading_pauses_above_the_high_water_mark, but never while no group is ready: then the missing siblings are still on
-  the topic, and only reading on can complete a group. Correctness goes before the bound.
+- a_resumed_reader_neither_repeats_nor_loses_records_records;
+- no_group_is_handed_out_before_the_backlog_is_read, as far as the high-water mark allows. So a resumed reader hands out
+  the same groups in the same order as one that never stopped;
+- reading_pauses_above_the_high_water_mark, but never while no group is ready: then missing siblings are still on the
+  topic, and only reading can complete a group. Correctness takes precedence over the bound.
 """
 
 import asyncio
@@ -35,15 +35,16 @@ from streamrl.schemas.topics import TRAJECTORIES
 log = structlog.get_logger()
 
 POLL_S = 0.2
-"""Longest wait for records: how soon a stop is noticed on a silent topic."""
+"""Longest wait for records, in seconds, and so until a stop is noticed on a silent topic."""
 RECORDS_PER_YIELD = 32
-"""Records processed before other tasks of the event loop get their turn: a few milliseconds of decoding."""
+"""Records processed before other tasks of the event loop may run: a few milliseconds of decoding."""
 
 
 @dataclass(frozen=True)
 class ReadStream:
-    """Whose trajectories are read, and for whom. ``scope``: prefix of the topics that it writes, which are its
-    trainer's own.
+    """The run whose trajectories are read, and the trainer that reads them.
+
+    ``scope``: prefix of the topics that the reader writes, which belong to its trainer.
     """
 
     bus: Bus
@@ -54,7 +55,7 @@ class ReadStream:
 
 @dataclass(frozen=True)
 class Horizon:
-    """When this version number was the current one, or a moment after, the topic reached to these ends."""
+    """The topic's ends when this version number was current, or a moment later."""
 
     version: int
     ends: Mapping[TopicPartition, int]
@@ -72,12 +73,12 @@ class ReaderSnapshot:
 
 
 class TrajectoryReader:
-    """One consumer of the trajectories topic. ``ledger``: where its records stand, and where the trainer ends them.
+    """One consumer of the trajectories topic. ``ledger``: the states of its records.
 
-    ``versions`` say how old a trajectory is and where reading begins; their first answer is where the lineage starts.
-    ``current_step``: of the trainer, asked for each row. ``start``: where an earlier reader left off; None: nowhere.
-    Each sample of a group that was handed out is to be finished once, by ``ledger.mark_trained`` or
-    ``ledger.mark_skipped``.
+    ``versions``: give the age of a trajectory and the start of reading; their first answer is the version with which
+    the lineage starts. ``current_step``: gives the trainer's step, for each row. ``start``: an earlier reader's
+    snapshot to continue from. The trainer must finish each sample of a group that it was handed exactly once, with
+    ``ledger.mark_trained`` or ``ledger.mark_skipped``.
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class TrajectoryReader:
         scope, algorithm, settings = stream.scope, stream.algorithm, rules.settings
         is_fresh = start is None or not start.frontier.partitions
         start = start or ReaderSnapshot()
-        # Where nothing of an earlier life is trained, what expired is no loss; nor to one that joined later.
-        self._begins_anew = (bool(rules.orphans_through) or versions.joined_late) and is_fresh
+        # Expired records are no loss if earlier lineages are skipped anyway, or if this reader joined the stream later.
+        self._ignores_expired = (bool(rules.orphans_through) or versions.joined_late) and is_fresh
         self._bus, self._topic = stream.bus, TRAJECTORIES.full_name(stream.run_name)
         self._versions, self._settings = versions, settings
         self._opening = TopicOpening(
@@ -117,7 +118,7 @@ class TrajectoryReader:
         self._ended_by: StreamRLError | None = None
         self._withheld = versions.is_paused
         self._horizon: Horizon | None = None
-        # Groups are withheld until everything was read that the topic held when it was opened.
+        # Groups are withheld until everything that the topic held when it was opened has been read.
         self._initial_ends: dict[TopicPartition, int] = {}
         self._caught_up = self._paused = False
         self._subscription: Subscription | None = None
@@ -128,32 +129,32 @@ class TrajectoryReader:
         Consumes: trajectories, from the frontier on.
         Produces: groups for ``next_group``; skips; dead letters.
         Waits for: new records; while paused, for the trainer.
-        On failure: ``next_group`` raises what happened here, so that the trainer never waits for a dead reader.
-        On stop: closes its clients; what was not finished is read again after a restart.
+        On failure: ``next_group`` raises the error too, so that the trainer never waits for a dead reader.
+        On stop: closes its clients; unfinished records are read again after a restart.
         """
         self._ended_by = None
         try:
             await self._open()
             while not stop.is_set():
                 await self._read_once()
-            self._ended_by = LifecycleError("expected a running reader of trajectories, got one that was stopped")
+            self._ended_by = LifecycleError("expected a running reader of trajectories, found a stopped one")
         except StreamRLError as error:
             self._ended_by = error
             raise
-        except BaseException as error:  # cancellation too: nobody may wait for a reader that is no more
+        except BaseException as error:  # cancellation too: the trainer must not wait for a dead reader
             self._ended_by = StreamRLError(f"reading trajectories ended with {error!r}")
             self._ended_by.__cause__ = error
             raise
         finally:
-            # First wake the trainer with the error: closing still waits for the broker.
+            # Wake the trainer first: closing still waits for the broker.
             self._arrived.set()
             await self._close()
 
     async def _open(self) -> None:
-        if self._begins_anew:
-            await self._opening.begin_with_what_is_held(self.ledger, self._versions.begin)
-            self._begins_anew = False
-        # The check comes first: on another topic the same offsets are other records, of which no row may be written.
+        if self._ignores_expired:
+            await self._opening.start_at_held_records(self.ledger, self._versions.begin)
+            self._ignores_expired = False
+        # Checked before rows are written: on another topic the same offsets mean other records.
         await self._opening.check(self.ledger)
         await self._rejections.open(self._bus, self._opening.client_id)
         self._subscription = await self._opening.open(self.ledger)
@@ -162,7 +163,7 @@ class TrajectoryReader:
         await self._check_caught_up(self._subscription)
 
     async def _read_once(self) -> None:
-        assert self._subscription is not None, "opened before the first read"
+        assert self._subscription is not None, "open before the first read"
         self._apply_back_pressure(self._subscription)
         limit = self._settings.max_poll_records
         try:
@@ -174,7 +175,7 @@ class TrajectoryReader:
             self._process(record)
             if index % RECORDS_PER_YIELD == 0:
                 await asyncio.sleep(0)
-        # Not before everything was read that was there: the missing sibling may be behind in another partition.
+        # Only after the backlog is read: a missing sibling may still be unread in another partition.
         if self._caught_up and not self._paused and len(records) < limit:
             for closed in await self._outdated_groups(self._subscription):
                 self._close_group(closed)
@@ -186,7 +187,7 @@ class TrajectoryReader:
         wanted = self._settings.should_pause(self._paused, self.ledger.pending_bytes, has_ready=bool(self._ready))
         withheld = self._versions.is_paused
         if self._withheld and not withheld:
-            self._arrived.set()  # what was ready all the time may be taken again
+            self._arrived.set()  # groups that were ready during the pause may be taken again
         self._withheld, wanted = withheld, wanted or withheld
         if wanted and not self._paused:
             subscription.pause(subscription.partitions())
@@ -195,17 +196,17 @@ class TrajectoryReader:
         self._paused = wanted
 
     async def _reopen(self, failed: Subscription) -> None:
-        """Go on behind records that were deleted while reading, if that is accepted."""
+        """Continue after records that were deleted during reading, if the settings accept their loss."""
         await failed.close()
         self._subscription = await self._opening.open(self.ledger)
-        self._paused = False  # a fresh subscription is not
+        self._paused = False  # a new subscription is not paused
 
     def _process(self, record: Record) -> None:
         if self.ledger.record_read(record):
             self._metrics.observe_record(len(record.value or b""))
             if (closed := self._filter.process(record)) is not None:
                 self._close_group(closed)
-                self._filter.note_closed(closed)  # last, since it may raise: the group is on the books by then
+                self._filter.note_closed(closed)  # last, since it may raise: the group is in the ledger by then
 
     def _close_group(self, closed: ClosedGroup) -> None:
         self.ledger.hold(closed)
@@ -218,14 +219,15 @@ class TrajectoryReader:
             self.ledger.mark_skipped(closed.group, SkipReason.GROUP_INCOMPLETE, closed.shortfall)
 
     def _age_out(self, group: Group, stale: Rejection) -> None:
-        """All samples that are left of the group are skipped with the one that is too old."""
+        """Skip all remaining samples of the group, because one of its samples is too old."""
         detail = f"{stale.ref.trajectory_id} is too old, and its group with it: {stale.detail}"
         self.ledger.mark_skipped(group, stale.reason, detail)
 
     async def _outdated_groups(self, subscription: Subscription) -> list[ClosedGroup]:
         if not self._versions.moves_alone:
             return self._filter.close_outdated()
-        # The version may be far ahead of the records read so far: use the one from when the topic held only those.
+        # The present version may be far ahead of the records read. Use the version that was current when the topic held
+        # only records that are read by now.
         horizon = self._horizon
         if horizon is None or not _all_read(await subscription.positions(), horizon.ends):
             return []
@@ -239,10 +241,10 @@ class TrajectoryReader:
             self._horizon = Horizon(version, self._metrics.ends)
 
     async def _check_caught_up(self, subscription: Subscription) -> None:
-        """Let groups be handed out once everything was read that was there at the start, or memory is full."""
+        """Allow groups to be handed out once the backlog at the start is read, or memory is full."""
         if self._caught_up:
             return
-        # Paused, it may never get to those ends before a group is taken; waiting on would be for ever.
+        # A reader that pauses for memory reaches these ends only after a group is taken, so waiting would never end.
         is_full = self._paused and not self._withheld
         if is_full or _all_read(await subscription.positions(), self._initial_ends):
             self._caught_up = True
@@ -254,18 +256,18 @@ class TrajectoryReader:
         await self._rejections.close()
 
     async def next_group(self, places: int | None = None) -> Group:
-        """The next ready group, once there is one; raises what ``ready_group`` does."""
+        """Wait for the next ready group; raises what ``ready_group`` raises."""
         while (group := self.ready_group(places)) is None:
             await self._arrived.wait()
         return group
 
     def ready_group(self, places: int | None = None) -> Group | None:
-        """The next group that this step may train, none of whose samples is too old by now; or none.
+        """The next group that this step may train and whose samples are all fresh enough; None if there is none.
 
-        ``places``: groups that the step to come still lacks; None: all.
+        ``places``: number of groups that the next step still lacks; None: all.
 
         Raises:
-            StreamRLError: the reader ended; this is what ended it.
+            StreamRLError: the reader has ended, with this error.
         """
         if self._ended_by is not None:
             raise self._ended_by
@@ -274,36 +276,36 @@ class TrajectoryReader:
             if (stale := self._filter.outdated(group)) is None:
                 return group
             self._age_out(group, stale)
-        # No await since the look that found nothing, so no arrival falls between the two.
+        # No await since the check above, so no arrival is missed in between.
         self._arrived.clear()
         return None
 
     async def carry_over(self) -> Translation | None:
-        """Before anything is read: if this is another cluster's topic, go by names; None: it is the checkpoint's own.
+        """Before reading: translate the checkpoint to another cluster's topic; None: the topic is the checkpoint's own.
 
-        Without ``ingest.translate_offsets`` nothing is done here, and another topic is refused when reading begins.
+        Without ``ingest.translate_offsets`` this does nothing, and another topic is refused when reading starts.
 
         Raises:
             BusUnavailable: no broker answers.
         """
-        if not self._settings.translate_offsets or not await self._opening.is_elsewhere(self.ledger):
+        if not self._settings.translate_offsets or not await self._opening.is_other_topic(self.ledger):
             return None
         ledger, client_id = self.ledger, self._opening.client_id
         found = await translate(self._bus, self._topic, client_id, ledger.is_finished, ledger.frontier)
         ledger.move(found.frontier, found.known_records)
         log.warning(
-            "going on with another cluster: finished trajectories were found by their names",
+            "continuing on another cluster: finished trajectories were found by their names",
             found=len(found.carried),
             not_found_at_most=found.absent,
         )
         return found
 
     def snapshot(self) -> ReaderSnapshot:
-        """Where a reader goes on that starts from this moment. A checkpoint may claim it only after ``flush``."""
+        """The reader's state, to continue from this moment. A checkpoint may store it only after ``flush``."""
         ledger = self.ledger
         return ReaderSnapshot(
             frontier=ledger.frontier.copy(),
-            # Of groups that are not finished nothing is in it: their records are read again, and are no repeats then.
+            # Unfinished groups are not in it: their records are read again, and must not count as repeats then.
             finished_groups=ledger.finished_groups.copy(),
             known_records=dict(ledger.known_records),
             tally=self._rejections.tally.copy(),
@@ -311,26 +313,26 @@ class TrajectoryReader:
         )
 
     async def flush(self) -> None:
-        """Wait until every skip row written so far is on the bus; call it before a checkpoint claims them.
+        """Wait until every skip row written so far is on the bus; call it before a checkpoint counts them.
 
         Raises:
-            BusError: the broker does not take them.
+            BusError: the broker does not accept them.
         """
         await self._rejections.flush()
 
     async def is_drained(self) -> bool:
-        """Whether everything was read that the topic holds, and no group of it is ready."""
+        """Whether everything on the topic has been read, and no group is ready."""
         if self._subscription is None or not self._caught_up or self._ready:
             return False
         return _all_read(await self._subscription.positions(), await self._subscription.end_offsets())
 
     async def lag(self) -> dict[TopicPartition, int]:
-        """Records on the topic that are not finished, read or not, by partition, as of the last look at its ends."""
+        """By partition, records that are not finished, whether read or not, up to the last known ends of the topic."""
         assert self._subscription is not None, "lag is known once the reader runs"
         return self._metrics.lag(await self._subscription.positions(), self.ledger.frontier)
 
     async def metrics(self) -> dict[str, float]:
-        """``kafka/*``, ``off_policy/dropped`` and ``ledger/*``."""
+        """The metrics ``kafka/*``, ``off_policy/dropped`` and ``ledger/*``."""
         return self._metrics.summary(
             lag=await self.lag(),
             finished={tp: self.ledger.frontier.partition(tp.partition).finished() for tp in self._metrics.ends},
@@ -340,7 +342,7 @@ class TrajectoryReader:
         )
 
     def offsets(self) -> dict[TopicPartition, int]:
-        """Where the live frontier stands, for lag displays only: a restart goes by its checkpoint."""
+        """The live frontier's low marks, for lag displays only: a restart uses its checkpoint."""
         lows = self.ledger.frontier.lows()
         return {TopicPartition(self._topic, number): low for number, low in lows.items() if low}
 

@@ -1,10 +1,10 @@
-"""Writes down what is not trained: rows on the skips topic, undecodable bytes on the dead-letters topic.
+"""Writes what is not trained: rows on the skips topic, undecodable bytes on the dead-letters topic.
 
-A row counts at once and without waiting, so that no moment exists at which a record is half finished; it travels to
-the broker afterwards. Invariants:
-- no_row_is_lost: ``flush`` returns only when the broker has every row that was written before; one of unknown outcome
-  is sent again (readers tell repeats by lineage and sequence);
-- a_row_has_one_number: the rows of a lineage are numbered from 1 without gaps, in the order in which they count.
+A row is counted at once, without waiting, so that no record is ever half finished. It is sent to the broker afterwards.
+Invariants:
+- no_row_is_lost: ``flush`` returns only when the broker has every row written before; rows of unknown outcome are sent
+  again (readers recognise repeats by lineage and sequence);
+- a_row_has_one_number: the rows of a lineage are numbered from 1 without gaps, in the order in which they are counted.
 """
 
 import asyncio
@@ -26,13 +26,15 @@ from streamrl.schemas.topics import DEAD_LETTERS, SKIPS
 log = structlog.get_logger()
 
 ATTEMPTS = 5
-"""Sendings of one row without an answer, each with the producer's own delivery time-out, before ``flush`` gives up."""
+"""Unanswered attempts to send a row before ``flush`` fails; each has the producer's own delivery time-out."""
 
 
 @dataclass
 class SkipTally:
-    """Numbers the rows of ``lineage`` and sums them up for the manifest: ``count`` rows, and since the run's beginning
-    their rolling ``hash`` and ``reasons`` (records by reason).
+    """Numbers the rows of ``lineage``, and summarises rows for the manifest.
+
+    ``count``: rows of this lineage. Since the start of the run: the rolling ``hash`` of all rows, and ``reasons``, the
+    number of records by reason.
     """
 
     lineage: int
@@ -46,7 +48,7 @@ class SkipTally:
         return self.count + 1
 
     def add(self, row: SkipRecord) -> None:
-        """Note the next row."""
+        """Count the next row."""
         assert (row.lineage, row.sequence) == (self.lineage, self.next_sequence), "rows are numbered without gaps"
         self.count += 1
         self.hash = chained(self.hash, row)
@@ -57,20 +59,20 @@ class SkipTally:
         return replace(self, reasons=Counter(self.reasons))
 
     def succeeded_by(self, lineage: int) -> "SkipTally":
-        """Where the rows of the next lineage begin."""
+        """The tally with which the next lineage starts."""
         return SkipTally(lineage, 0, self.hash, Counter(self.reasons))
 
 
 def chained(before: str, row: SkipRecord) -> str:
-    """The next rolling hash: xxh3-128, in hex, over the one before and what the row is about, not how it is encoded."""
+    """The next rolling hash: xxh3-128, in hex, over the previous hash and the row's identity, not its encoding."""
     identity = f"{row.lineage}/{row.sequence} {row.reason.value} {row.partition}@{row.offset}-{row.end}"
     return xxhash.xxh3_128_hexdigest(f"{before}\n{identity}".encode())
 
 
-# ``eq=False`` keeps the hash by identity: rows on their way are keys in ``flush``, and two may carry the same record.
+# ``eq=False`` keeps the hash by identity: unsent rows are keys in ``flush``, and two may have the same record.
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """One record on its way, and how often its sending failed."""
+    """One record that the broker has not confirmed, and how often sending it failed."""
 
     record: Outgoing
     failures: int = 0
@@ -78,8 +80,10 @@ class _Pending:
 
 @dataclass
 class RejectionWriter:
-    """``scope``: prefix of the topics that it writes. ``dead_letters``: since this process started; ``refused_by``: the
-    broker will never take some row.
+    """Writes rows and dead letters.
+
+    ``scope``: prefix of the topics that it writes. ``dead_letters``: number since this process started.
+    ``refused_by``: the broker's error if it refused a row for good.
     """
 
     scope: str
@@ -94,7 +98,7 @@ class RejectionWriter:
     _sending: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def open(self, bus: Bus, client_id: str) -> None:
-        """Open the publisher; rows may be written before, and wait for it.
+        """Open the publisher; rows that were written before wait for it.
 
         Raises:
             BusUnavailable: no broker answers.
@@ -110,7 +114,7 @@ class RejectionWriter:
         step: int,
         end_offset: int | None = None,
     ) -> None:
-        """Write one row; a ref without a trajectory id means that the bytes did not decode, or are not there."""
+        """Write one row; a ref without a trajectory id means that the bytes did not decode, or are missing."""
         row = SkipRecord(
             algorithm=self.algorithm,
             reason=reason,
@@ -127,12 +131,12 @@ class RejectionWriter:
             sent_at=self.clock(),
         )
         record = Outgoing.of(SKIPS.full_name(self.scope), row, key=ref.trajectory_id or None)
-        # Counted with the record's end, not when it is sent; a checkpoint that counts it waits for it in ``flush``.
+        # Counted when the record is finished, not when the row is sent; a checkpoint waits for it in ``flush``.
         self._outbox.append(_Pending(record))
         self.tally.add(row)
 
     def dead_letter(self, record: Record, error: WireError) -> None:
-        """Put a record's bytes, unchanged, on the dead-letters topic with the reason in the headers.
+        """Write a record's unchanged bytes to the dead-letters topic, with the reason in the headers.
 
         See ``bus.dead_letters``.
         """
@@ -142,51 +146,52 @@ class RejectionWriter:
         self.dead_letters += 1
 
     async def send(self) -> None:
-        """Hand the rows to the publisher; those of unknown outcome once more.
+        """Pass the rows to the publisher, again for those of unknown outcome.
 
         Raises:
             BusError: the broker refused a row for good.
         """
-        assert self.publisher is not None, "opened before anything is sent"
-        # Reader and trainer both send; one at a time, so that rows leave in the order of their numbers.
+        assert self.publisher is not None, "call open before send"
+        # Reader and trainer both send: one at a time, so that rows are sent in the order of their numbers.
         async with self._sending:
             while self._outbox:
                 if self.refused_by is not None:
                     raise self.refused_by
-                # Taken out only when the publisher has it: a cancellation while its buffer is full loses no row. The
-                # head stays the same meanwhile, since rows are only ever added at the other end.
+                # Removed only when the publisher has it: a cancellation while its buffer is full loses no row. The head
+                # does not change in the meantime, since rows are added at the other end.
                 row = self._outbox[0]
                 future = await self.publisher.submit(row.record)
                 self._outbox.popleft()
                 self._in_flight[future] = row
-                future.add_done_callback(partial(self._landed, row))
+                future.add_done_callback(partial(self._on_sent, row))
         if self.refused_by is not None:
             raise self.refused_by
 
     async def flush(self) -> None:
-        """Wait until the broker has every row written so far; not for rows that are written while this waits.
+        """Wait until the broker has every row written so far, but not for rows that are written during the wait.
 
         Raises:
-            BusError: it refused one.
-            DeliveryUnknown: it did not answer, however often it was asked.
+            BusError: the broker refused a row.
+            DeliveryUnknown: the broker did not answer in ``ATTEMPTS`` attempts.
         """
-        # Each row gets its attempts counted from now on: one that failed often before has not failed this call.
+        # Attempts count from now on: earlier failures of a row are not failures of this call.
         waited_for = {row: row.failures + ATTEMPTS for row in (*self._outbox, *self._in_flight.values())}
         while waited_for := self._unsettled(waited_for):
             if overdue := sum(row.failures >= limit for row, limit in waited_for.items()):
                 raise DeliveryUnknown(
-                    f"expected the broker to take {overdue} rows on skipped trajectories, got no answer {ATTEMPTS} "
-                    "times; check the broker, then start again: a checkpoint must not go without them"
+                    f"expected the broker to accept {overdue} rows on skipped trajectories, got no answer in "
+                    f"{ATTEMPTS} attempts; check the broker, then start again: a checkpoint needs these rows on the "
+                    "topic"
                 )
             await self.send()
             if mine := [future for future, row in self._in_flight.items() if row in waited_for]:
-                # A future calls back in the order of registration, so ``_landed`` has run for them when this returns.
+                # Callbacks run in the order of registration, so ``_on_sent`` has run for these when this returns.
                 await asyncio.wait(mine)
         if self.refused_by is not None:
             raise self.refused_by
 
     async def close(self) -> None:
-        """Release the publisher; whatever ended the reading, the rows that say why go out first."""
+        """Send the remaining rows, which may explain why reading ended, then close the publisher."""
         if self.publisher is None:
             return
         try:
@@ -199,14 +204,15 @@ class RejectionWriter:
         missing = {*self._outbox, *self._in_flight.values()}
         return {row: limit for row, limit in rows.items() if row in missing}
 
-    def _landed(self, row: _Pending, future: "asyncio.Future[Position]") -> None:
+    def _on_sent(self, row: _Pending, future: "asyncio.Future[Position]") -> None:
         self._in_flight.pop(future, None)
-        # Asked for its exception, a cancelled future raises.
+        # ``exception`` raises on a cancelled future.
         error = None if future.cancelled() else future.exception()
         if future.cancelled() or isinstance(error, DeliveryUnknown | BusUnavailable):
             log.warning("a row on a skipped trajectory is sent again", error=str(error))
             row.failures += 1
-            # Only queued: a callback cannot wait. If the first one did arrive, readers tell the repeat by its number.
+            # Only queued, because a callback cannot wait. If the first row did arrive, readers recognise the repeat by
+            # its number.
             self._outbox.append(row)
         elif error is not None:
             self.refused_by = error if isinstance(error, BusError) else BusError(f"a row was refused: {error!r}")

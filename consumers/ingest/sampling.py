@@ -1,14 +1,13 @@
-"""Which of the whole groups that are held a step takes next, where that is not the oldest. Pure.
+"""Chooses which complete group a step takes next, if that is not the oldest. Pure.
 
-Of a group whose oldest token was sampled by version o, step o + S + 1 is the last that may train it (S: the staleness
-bound). Admission lets it become whole only while all groups that are trained or under way fit into the steps up to that
-one. So at that moment the steps up to any last step have places for all whole groups that need one by then: the
-processor-demand criterion of earliest-deadline-first scheduling (Baruah, Rosier, Howell 1990), with places for time.
-``Window`` keeps to it by what it hands out, in whatever order it would like to. Invariants, each with a test of its
-name:
-- what_goes_in_comes_out_once;
-- every_whole_group_is_handed_out_by_its_last_step, with ``keeps_places``, as long as there were places for all;
-- what_no_step_may_train_comes_out_first, for its reader to skip it: none stays in the window for ever.
+If version o sampled a group's oldest token, step o + S + 1 is the last that may train the group (S: the staleness
+bound). Admission lets a group become complete only while all groups that are trained or under way fit into the steps up
+to that one. So for every last step, the steps up to it have places for all complete groups that need one by then. This
+is the processor-demand criterion of earliest-deadline-first scheduling (Baruah, Rosier, Howell 1990), with places for
+time. ``Window`` keeps the criterion true, for any order of preference. Invariants, each with a test of its name:
+- each_group_is_handed_out_once;
+- every_complete_group_is_handed_out_by_its_last_step, with ``keeps_places``, if there were places for all;
+- expired_groups_are_handed_out_first: the reader skips them, so none stays in the window for ever.
 """
 
 import itertools
@@ -30,17 +29,20 @@ from streamrl.schemas.trajectories import Trajectory
 
 T = TypeVar("T")
 Preference = tuple[float | str, ...]
-"""The smallest goes first. It ends in a group's name, so that equal ones do not depend on the order of arrival."""
+"""Sort key of a group: the smallest goes first. It ends in the group's id, so ties do not depend on arrival order."""
 Prefer = Callable[[Group, int], Preference]
-"""Of a group and the version number of its oldest token."""
+"""Maps a group and the version number of its oldest token to its preference."""
 Priority = Callable[[Sequence[float], Sequence[Trajectory]], float]
-"""Of a group's weighted rewards and its trajectories, one each: the largest goes first. It must be a pure function."""
+"""Maps a group's weighted rewards and its trajectories, in the same order, to a number: the largest goes first. It must
+be a pure function."""
 
 
 @dataclass
 class Window(Generic[T]):
-    """``size``: places of a step. ``keeps_places``: what others are preferred to is handed out while a step may train
-    it; else only once none may.
+    """Complete groups by their last step and preference.
+
+    ``size``: places of a step. ``keeps_places``: a group that is not preferred still gets a place in a step that may
+    train it. Otherwise it may be handed out only after its last step.
     """
 
     size: int
@@ -52,13 +54,13 @@ class Window(Generic[T]):
         return bool(self._by_last_step)
 
     def push(self, item: T, last_step: int, preference: Preference) -> None:
-        """A group became whole."""
+        """Add a complete group."""
         heappush(self._by_last_step.setdefault(last_step, []), (preference, next(self._serial), item))
 
     def pop(self, step: int, places: int) -> T:
-        """The next one, of at least one, for ``step``, of which so many ``places`` are left to be filled.
+        """Remove and return the next group for ``step``, which has ``places`` left; the window must not be empty.
 
-        One whose last step is over goes before all others.
+        Groups whose last step is over go before all others.
         """
         earliest = min(self._by_last_step)
         if earliest >= step:
@@ -72,12 +74,13 @@ class Window(Generic[T]):
         return item
 
     def _full_step(self, step: int, places: int) -> float:
-        """The first step up to which every place is needed; any other group than those for them would cost one its own.
+        """The first step up to which every place is needed; infinity if there is none.
 
-        Places up to step d: ``places`` + (d - ``step``) x size.
+        Taking a group with a later last step would then cost one of these groups its place. Places up to step d:
+        ``places`` + (d - ``step``) x size.
         """
         needed = 0
-        # Between two last steps the need is the same and the places are more: only last steps have to be looked at.
+        # Between two last steps the need stays the same and the places grow, so only last steps must be checked.
         for last in sorted(self._by_last_step):
             needed += len(self._by_last_step[last])
             if needed >= places + (last - step) * self.size:
@@ -87,7 +90,7 @@ class Window(Generic[T]):
 
 @dataclass
 class SampledGroups:
-    """A window of closed, usable groups, as ``ReadyGroups`` is one. ``step``: number of the step to come."""
+    """Closed, usable groups by preference, in place of ``ReadyGroups``. ``step``: gives the number of the next step."""
 
     step: Callable[[], int]
     max_staleness: int
@@ -99,26 +102,26 @@ class SampledGroups:
         return bool(self.window)
 
     def push(self, group: Group) -> None:
-        """A group was closed.
+        """Add a closed group.
 
         Raises:
-            SettingsError: a user's own priority gives no number for it.
+            SettingsError: a user's own priority function gives no finite number for it.
         """
         oldest = min(oldest_version(sample.trajectory) for sample in group.samples)
         self.window.push(group, oldest + self.max_staleness + 1, self.prefer(group, oldest))
 
     def pop(self, places: int | None = None) -> Group:
-        """The next group; there must be one. ``places``: of the step to come, that are left; None: all."""
+        """Remove and return the next group; there must be one. ``places``: those left in the next step; None: all."""
         return self.window.pop(self.step(), self.window.size if places is None else places)
 
 
 def open_window(
     loop: LoopSettings, settings: IngestSettings, step: Callable[[], int], *, may_choose: bool = True
 ) -> ReadyGroups | SampledGroups:
-    """What holds whole groups until a step takes them; oldest first unless it ``may_choose``.
+    """The container of complete groups; oldest first unless it ``may_choose`` and the settings say otherwise.
 
     Raises:
-        SettingsError: a user's own priority cannot be imported.
+        SettingsError: a user's own priority function cannot be imported.
     """
     if not (may_choose and settings.chooses(loop)):
         return ReadyGroups(step)
@@ -128,15 +131,15 @@ def open_window(
 
 
 def freshest(group: Group, oldest: int) -> Preference:
-    """The newest oldest token first, of these what was ordered last."""
+    """Prefers the group whose oldest token is the newest; among equal ones, the group ordered last."""
     return -oldest, -group.created_at, group.group_id
 
 
 def by_priority(name: str) -> Prefer:
-    """The largest priority first, of equal ones the oldest. ``name``: of a built-in one, or an import path.
+    """Prefers the largest priority; among equal ones, the oldest group. ``name``: built-in, or an import path.
 
     Raises:
-        SettingsError: it cannot be imported.
+        SettingsError: the function cannot be imported.
     """
     function = PRIORITIES.get(name) or load_function(name)
 
@@ -156,19 +159,19 @@ def by_priority(name: str) -> Prefer:
 def absolute_advantage(rewards: Sequence[float], trajectories: Sequence[Trajectory]) -> float:
     """Mean of |r - mean r| over a group: the size of its advantages before they are scaled.
 
-    What a temporal-difference error is to prioritized experience replay (arXiv 1511.05952); 0 where all earned
-    the same.
+    It plays the role of the temporal-difference error in prioritized experience replay (arXiv 1511.05952). 0 if all
+    rewards are equal.
     """
     mean = fmean(rewards)
     return fmean(abs(reward - mean) for reward in rewards)
 
 
 PRIORITIES: dict[str, Priority] = {"absolute_advantage": absolute_advantage}
-"""The built-in ones by name."""
+"""The built-in priority functions by name."""
 
 
 def _no_number(name: str, group: Group, got: str) -> str:
     return (
-        f"expected ingest.priority = {name!r} to give a finite number for group {group.group_id}, got {got}; mend the "
-        'function, or set ingest.sampling = "oldest"'
+        f"expected ingest.priority = {name!r} to give a finite number for group {group.group_id}, got {got}; correct "
+        'the function, or set ingest.sampling = "oldest"'
     )

@@ -1,4 +1,4 @@
-"""``[ingest]``: how much is read ahead, and when bad input stops the trainer."""
+"""``[ingest]``: how far the reader reads ahead, which samples are trained, and when bad input stops the trainer."""
 
 from typing import Annotated, Literal, Self
 
@@ -8,10 +8,10 @@ from streamrl.schemas.settings import LoopSettings, Section
 
 
 def offsets_in(begin: str) -> dict[int, int]:
-    """By partition, the first offsets that ``0=120,1=95`` asks for.
+    """First offsets by partition, parsed from a text such as ``0=120,1=95``.
 
     Raises:
-        ValueError: it is of another form.
+        ValueError: the text has another form.
     """
     pairs = [part.split("=") for part in begin.split(",")]
     if not all(len(pair) == 2 and all(number.isascii() and number.isdigit() for number in pair) for pair in pairs):
@@ -35,46 +35,46 @@ class IngestSettings(Section):
     high_water_bytes: Annotated[
         int, Field(ge=1, description="Bytes of trajectories held in memory above which reading pauses.")
     ] = 512 << 20
-    low_water_bytes: Annotated[int, Field(ge=0, description="Bytes below which reading goes on.")] = 256 << 20
+    low_water_bytes: Annotated[int, Field(ge=0, description="Bytes below which reading resumes.")] = 256 << 20
     orphan_lineage: Annotated[
         Literal["train", "skip"],
-        Field(description="What to do with samples of weights that a trainer crash orphaned."),
+        Field(description="What to do with samples of weights that were lost when the trainer crashed."),
     ] = "train"
     sampling: Annotated[
         Literal["oldest", "freshest", "capped", "priority"],
         Field(
-            description="trajectory_async: which whole groups a step takes first; oldest: those ordered first; "
-            "freshest: those of the newest weights; capped: the oldest, none beyond ingest.staleness_cap; priority: "
-            "those of the largest ingest.priority."
+            description="In trajectory_async, which complete groups a step takes first. oldest: ordered first; "
+            "freshest: sampled by the newest weights; capped: the oldest, but none beyond ingest.staleness_cap; "
+            "priority: largest ingest.priority."
         ),
     ] = "oldest"
     staleness_cap: Annotated[
         int | None,
         Field(
             ge=0,
-            description="capped: most optimizer steps a trained token may be old, below loop.max_staleness, by which "
-            "prompts go out; groups beyond it are skipped as stale.",
+            description="With capped: largest age of a trained token in optimizer steps; older groups are skipped as "
+            "stale. It must be below loop.max_staleness, which still decides when prompts are sent.",
         ),
     ] = None
     passed_over: Annotated[
         Literal["train", "skip"],
         Field(
-            description="freshest, priority: what becomes of whole groups that others go before; train: each has a "
-            "place kept in the last step that may train it; skip: none has, and they are skipped as stale behind it."
+            description="With freshest or priority: what happens to complete groups that are not chosen. train: each "
+            "gets a place in the last step that may train it; skip: they may miss that step, and are skipped as stale."
         ),
     ] = "train"
     priority: Annotated[
         str,
         Field(
-            description="priority: absolute_advantage, or the import path of a pure function of a group's rewards and "
-            "its trajectories; the largest goes first."
+            description="With priority: absolute_advantage, or the import path of a pure function of a group's rewards "
+            "and trajectories; the largest value goes first."
         ),
     ] = "absolute_advantage"
     attach_from: Annotated[
         str,
         Field(
-            description="Of an attached instance without a checkpoint: where in the stream it begins; now, beginning, "
-            "or the first offset by partition, as 0=120,1=95 (one that is left out begins with its oldest record)."
+            description="Where in the stream an attached instance without a checkpoint starts: now, beginning, or "
+            "first offsets by partition, as 0=120,1=95 (partitions that are left out start with their oldest record)."
         ),
         AfterValidator(_place_in_the_stream),
     ] = "now"
@@ -82,31 +82,32 @@ class IngestSettings(Section):
         int | None,
         Field(
             ge=0,
-            description="Of an attached instance: oldest weights, in optimizer steps of the served policy behind those "
-            "announced now, whose trajectories it trains; unset: any, corrected by importance weights.",
+            description="Oldest weights whose trajectories an attached instance trains, in optimizer steps of the "
+            "served policy before its newest announced weights; unset: any age, corrected by importance weights.",
         ),
     ] = None
     other_behaviour: Annotated[
         Literal["correct", "skip"],
         Field(
-            description="With instances or a split: what becomes of trajectories that another policy's weights "
-            "sampled; correct: they are trained, with algorithm.importance_sampling_mode."
+            description="With instances or a split: what to do with trajectories that another policy's weights "
+            "sampled. correct: train them, with algorithm.importance_sampling_mode."
         ),
     ] = "correct"
     accept_loss: Annotated[
-        bool, Field(description="Go on when the broker deleted records that were not read; each gap gets a skip row.")
+        bool, Field(description="Continue if the broker deleted records that were not read; each gap gets a skip row.")
     ] = False
     translate_offsets: Annotated[
         bool,
         Field(
-            description="Go on with another cluster (a mirror, a restored backup), whose offsets are not those of the "
-            "checkpoint: finished trajectories are found by their names; no effect on the cluster of the checkpoint."
+            description="Continue on another cluster (a mirror, a restored backup), whose offsets differ from the "
+            "checkpoint's: finished trajectories are found by their names. No effect on the checkpoint's own cluster."
         ),
     ] = False
     max_consecutive_poison: Annotated[
         int,
         Field(
-            ge=1, description="Most records in a row that may be undecodable or have no reward, and prompts refused."
+            ge=1,
+            description="Most records in a row that may be undecodable or lack a reward, and prompts refused.",
         ),
     ] = 50
     max_undecodable_share: Annotated[
@@ -121,17 +122,17 @@ class IngestSettings(Section):
     ] = 0.9
 
     def chooses(self, loop: LoopSettings) -> bool:
-        """Whether another order than the oldest first decides which whole groups a step takes."""
+        """Whether a step takes complete groups in another order than the oldest first."""
         return loop.mode == "trajectory_async" and self.sampling in ("freshest", "priority")
 
     def max_age(self, loop: LoopSettings) -> int:
-        """Most optimizer steps that a token may be old which the run's own trainer trains."""
+        """The largest age, in optimizer steps, of a token that the run's own trainer trains."""
         if loop.mode != "trajectory_async" or self.sampling != "capped" or self.staleness_cap is None:
             return loop.staleness_bound
         return min(loop.staleness_bound, self.staleness_cap)
 
     def should_pause(self, paused: bool, held_bytes: int, *, has_ready: bool) -> bool:
-        """Whether reading is to pause: above the high mark, until below the low one, and only with a group ready."""
+        """Whether reading should pause: above the high mark, until below the low one, and only if a group is ready."""
         if not has_ready:
             return False
         return held_bytes >= self.low_water_bytes if paused else held_bytes > self.high_water_bytes

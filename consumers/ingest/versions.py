@@ -1,8 +1,8 @@
-"""Which versions count: how a reader's trainer stands to the stream of trajectories. Waits for nothing.
+"""The versions from which ages are counted: how a trainer relates to the stream of trajectories. Waits for nothing.
 
-Ingest asks this port how old a trajectory is, whose weights sampled it, and where reading begins. It never tests which
-implementation it has. ``OwnVersions`` is a trainer whose weights sample the stream. A trainer that joins the stream of
-another policy brings its own implementation.
+Ingest asks this port how old a trajectory is, whose weights sampled it, and where reading starts. It never tests which
+implementation it has. ``OwnVersions`` is for a trainer whose weights sample the stream. A trainer that joins the stream
+of another policy has another implementation.
 """
 
 from collections.abc import Callable
@@ -16,63 +16,63 @@ OWN_STEPS = "steps of staleness"
 
 
 class CountedVersions(Protocol):
-    """What ingest asks. A reader keeps one for as long as it reads."""
+    """What ingest asks. A reader uses the same object for as long as it reads."""
 
     @property
     def current(self) -> PolicyVersion:
-        """The version from which ages are counted at this moment."""
+        """The version from which ages are counted now."""
         ...
 
     @property
     def max_age(self) -> int:
-        """Samples that are older are skipped; in units of ``unit``."""
+        """The largest age of a sample, in ``unit``; older samples are skipped."""
         ...
 
     @property
     def unit(self) -> str:
-        """What ages are counted in, for people."""
+        """The unit of ages, for messages."""
         ...
 
     @property
     def next_step(self) -> int:
-        """The step to come, in the numbers of the due steps that orders carry."""
+        """The number of the next step, as in the due steps that orders carry."""
         ...
 
     @property
     def moves_alone(self) -> bool:
-        """Whether ``current`` moves on without this trainer, so that it may be far ahead of the records read."""
+        """Whether ``current`` advances without this trainer, so that it may be far ahead of the records read."""
         ...
 
     @property
     def may_choose(self) -> bool:
-        """Whether steps take groups as ``ingest.sampling`` says; else oldest first."""
+        """Whether steps choose groups by ``ingest.sampling``; otherwise they take the oldest first."""
         ...
 
     @property
     def begin(self) -> str:
-        """Where a reader without a checkpoint starts, as ``ingest.attach_from`` says it."""
+        """Where a reader without a checkpoint starts, in the form of ``ingest.attach_from``."""
         ...
 
     @property
     def joined_late(self) -> bool:
-        """Whether records that expired before this reader began are no loss to it."""
+        """Whether records that expired before this reader started do not count as lost."""
         ...
 
     @property
     def is_paused(self) -> bool:
-        """Whether no trajectories are taken for now."""
+        """Whether the trainer takes no trajectories now."""
         ...
 
     def is_of_others(self, trajectory: Trajectory) -> bool:
-        """Whether another policy's weights sampled it."""
+        """Whether another policy's weights sampled the trajectory."""
         ...
 
 
 @dataclass(frozen=True)
 class OwnVersions:
-    """A trainer whose own weights sample the stream. ``version``: its newest, asked for each record.
+    """For a trainer whose own weights sample the stream. ``version``: gives its newest, called for each record.
 
-    ``policy``: its name; trajectories of an arm of a split bear another one.
+    ``policy``: its name; trajectories of an arm of a split have another one.
     """
 
     version: Callable[[], PolicyVersion]
@@ -87,14 +87,14 @@ class OwnVersions:
 
     @property
     def current(self) -> PolicyVersion:
-        """Its newest version."""
+        """The trainer's newest version."""
         return self.version()
 
     @property
     def next_step(self) -> int:
-        """The one after its newest version."""
+        """The number after the newest version's."""
         return self.version().number + 1
 
     def is_of_others(self, trajectory: Trajectory) -> bool:
-        """An arm of a split sampled it."""
+        """Whether an arm of a split sampled the trajectory."""
         return bool(trajectory.policy) and trajectory.policy != self.policy

@@ -69,7 +69,7 @@ class Critic(nn.Module):
         return self.optimizer.scale(factor)
 
     def problem(self, loss: float, norm: float) -> str:
-        """Why the gradient must not be applied; empty if it may be. Large norms are fine: a fresh critic learns fast."""
+        """Why the gradient must not be applied; empty if it may be. Large norms are fine: a new critic learns fast."""
         problem = self.optimizer.problem(loss, norm, 0.0)
         return problem and f"critic: {problem}"
 

@@ -52,7 +52,7 @@ MUTANTS = (
         "consumers/ingest/frontier.py",
         "self.read[0] if self.read else self.position",
         "self.read[0] + 1 if self.read else self.position",
-        (f"{INGEST}/test_frontier.py::test_nothing_unfinished_is_passed",),
+        (f"{INGEST}/test_frontier.py::test_the_low_mark_never_passes_an_unfinished_record",),
     ),
     # A resumed reader starts without the finished groups that its checkpoint holds.
     Mutant(
@@ -288,7 +288,7 @@ MUTANTS = (
         "self._whole.get(place, 0) | 1 << bit",
         "1 << bit",
         (
-            f"{INGEST}/test_finished_groups.py::test_a_finished_sample_is_known_for_ever",
+            f"{INGEST}/test_finished_groups.py::test_a_finished_sample_is_never_forgotten",
             f"{INGEST}/test_finished_groups.py::test_every_repeat_is_found_since_every_sample_is_known_again",
         ),
     ),

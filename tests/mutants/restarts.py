@@ -13,7 +13,7 @@ RESTARTS = (
         "consumers/ingest/ledger.py",
         'return cls(whole, {str(group_id): frozenset(map(int, came)) for group_id, came in data["partial"].items()})',
         "return cls(whole)",
-        (f"{INGEST}/test_finished_groups.py::test_a_finished_sample_is_known_for_ever",),
+        (f"{INGEST}/test_finished_groups.py::test_a_finished_sample_is_never_forgotten",),
     ),
     # The crash may have come between a checkpoint and the announcement of its step, which nobody makes then.
     Mutant(
@@ -43,7 +43,7 @@ RESTARTS = (
         "consumers/ingest/reader.py",
         "finished_groups=ledger.finished_groups.copy(),",
         "finished_groups=ledger.finished_groups,",
-        (f"{INGEST}/test_reader.py::test_a_resumed_reader_neither_repeats_nor_loses",),
+        (f"{INGEST}/test_reader.py::test_a_resumed_reader_neither_repeats_nor_loses_records",),
     ),
     # A restart announces the report of its checkpoint's step again, and none before it.
     Mutant(

@@ -1,7 +1,7 @@
 """The process of a rank other than 0: does what rank 0's messages say, one at a time, until rank 0 is gone.
 
-Rank 0 (``team.py``) starts it with one end of a pair of sockets. It opens no topic and no store; it writes its part of a
-checkpoint into the directory that rank 0 names. It ignores SIGINT and SIGTERM, which a terminal or a service manager
+Rank 0 (``team.py``) starts it with one end of a pair of sockets. It opens no topic and no store; it writes its part of
+a checkpoint into the directory that rank 0 names. It ignores SIGINT and SIGTERM, which a terminal or a service manager
 sends to the whole process group: rank 0 still needs this rank for its last checkpoint.
 """
 

@@ -149,7 +149,7 @@ def shard(root: nn.Module, layers: Iterable[nn.Module], training: TrainingSettin
 
 
 def reshard(root: nn.Module) -> None:
-    """Free the parameters that the root keeps gathered for a backward pass, if none follows; a step makes them stale."""
+    """Free parameters that the root keeps gathered for a backward pass, if none follows; a step makes them stale."""
     assert isinstance(root, FSDPModule)
     root.reshard()
 

@@ -31,7 +31,7 @@ log = structlog.get_logger()
 PATIENCE_S = 600.0
 """Seconds that a rank may take for one piece of work, such as loading the model; after them it counts as lost."""
 GRACE_S = 5.0
-"""Seconds from the loss of a rank until this process ends itself, unless a call that waits for that rank fails first."""
+"""Seconds from the loss of a rank until this process ends itself, unless a call that waits for the rank fails first."""
 CLOSING_S = 10.0
 """Seconds that a rank's process has to end before it is killed."""
 FAILED = "failed"

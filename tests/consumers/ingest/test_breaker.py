@@ -66,7 +66,7 @@ async def test_refused_prompts_are_skipped_by_that_name_and_all_of_them_end_the_
             await next_group(reader)
     assert str(ended.value).startswith(
         "expected few refused prompts, got 6 in a row and 6 among the last 6, the latest: longer than 7 tokens: prompt "
-        "d/5: expected a prompt of 1 to 7 tokens, got 9; mend the prompts or the model"
+        "d/5: expected a prompt of 1 to 7 tokens, got 9; correct the prompts or the model"
     )
     assert [row.reason for row in harness.skips()] == [SkipReason.REFUSED] * 12
     assert reader.ledger.counts().pending == 0

@@ -20,7 +20,7 @@ SAMPLES = st.integers(1, 4).flatmap(lambda wanted: st.tuples(st.sets(st.integers
 
 
 @given(st.dictionaries(NAMES, SAMPLES))
-def test_a_finished_sample_is_known_for_ever(groups: dict[tuple[str, int, int], tuple[set[int], int]]) -> None:
+def test_a_finished_sample_is_never_forgotten(groups: dict[tuple[str, int, int], tuple[set[int], int]]) -> None:
     found = FinishedGroups()
     names = {f"{dataset}/{index}/{data_pass}": came for (dataset, index, data_pass), came in groups.items()}
     for name, (came, wanted) in names.items():
@@ -34,7 +34,7 @@ def test_a_finished_sample_is_known_for_ever(groups: dict[tuple[str, int, int], 
         assert not kept.has_sample("a/4/9", 0)
 
 
-def test_a_copy_stays_as_it_is() -> None:
+def test_a_copy_does_not_change() -> None:
     groups = FinishedGroups()
     groups.finish("d/0/0", [0], 2)
     copy = groups.copy()

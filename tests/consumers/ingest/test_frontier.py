@@ -61,13 +61,13 @@ def test_the_frontier_agrees_with_a_set(history: list[tuple[str, int]]) -> None:
         assert all(frontier.is_done(0, number) == (number in done) for number in log)
 
 
-def test_nothing_finished_is_read_again() -> None:
+def test_finished_records_stay_finished() -> None:
     before = frontier_after([0, 1, 2, 3], [1, 3])
     after = Frontier.from_json(json.loads(json.dumps(before.to_json())))
     assert [offset for offset in range(before.lows()[0], 4) if after.mark_read(0, offset)] == [0, 2]
 
 
-def test_nothing_unfinished_is_passed() -> None:
+def test_the_low_mark_never_passes_an_unfinished_record() -> None:
     frontier = frontier_after([0, 1, 2, 3], [0, 2, 3])
     assert frontier.lows() == {0: 1}
     frontier.mark_done(refs(1))

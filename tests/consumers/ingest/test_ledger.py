@@ -89,7 +89,7 @@ async def test_the_end_of_an_untrained_group_is_reported() -> None:
     ledger.mark_skipped(Group("d/0/0", 0.0, tuple(found[:2])), SkipReason.STALE, "too old")
     await ledger.rejections.flush()
     assert list(harness.reasons().values()) == [SkipReason.GROUP_INCOMPLETE, SkipReason.STALE, SkipReason.POISON]
-    assert harness.skips()[0].detail == "stale: too old; 5 of 8 samples never came"
+    assert harness.skips()[0].detail == "stale: too old; 5 of 8 samples never arrived"
 
 
 async def test_a_group_of_refused_samples_only_is_reported_too() -> None:

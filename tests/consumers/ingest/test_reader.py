@@ -174,7 +174,7 @@ async def test_every_record_read_is_trained_skipped_or_pending() -> None:
         assert len(harness.skips()) == counts.skipped
 
 
-async def test_a_resumed_reader_neither_repeats_nor_loses() -> None:
+async def test_a_resumed_reader_neither_repeats_nor_loses_records() -> None:
     harness = ReaderHarness()
     names = [f"d/{number}/0" for number in range(8)]
     # Siblings lie far apart, so that groups end out of order.
@@ -345,7 +345,7 @@ async def test_a_record_costs_the_event_loop_little_beyond_its_decoding() -> Non
     assert min(found) < 8, found
 
 
-async def test_nothing_is_handed_out_before_what_was_there_was_read() -> None:
+async def test_no_group_is_handed_out_before_the_backlog_is_read() -> None:
     harness = ReaderHarness(PacedBus(max_records=1))
     for number in (5, 4, 3, 2):
         await harness.publish_group(number)

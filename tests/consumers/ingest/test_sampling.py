@@ -61,7 +61,7 @@ def test_groups_that_need_every_place_up_to_their_last_step_go_before_fresher_on
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=30), st.booleans(), st.integers(1, 3))
-def test_what_goes_in_comes_out_once(groups: list[tuple[int, int]], keeps: bool, size: int) -> None:
+def test_each_group_is_handed_out_once(groups: list[tuple[int, int]], keeps: bool, size: int) -> None:
     window = Window[int](size, keeps)
     for item, (last, liking) in enumerate(groups):
         window.push(item, last, (liking, str(item)))
@@ -70,7 +70,7 @@ def test_what_goes_in_comes_out_once(groups: list[tuple[int, int]], keeps: bool,
 
 
 @given(st.integers(1, 4), st.integers(0, 4), st.integers(0, 1 << 32))
-def test_every_whole_group_is_handed_out_by_its_last_step(size: int, bound: int, seed: int) -> None:
+def test_every_complete_group_is_handed_out_by_its_last_step(size: int, bound: int, seed: int) -> None:
     """Arrivals whenever the steps up to each last step still have places for all, as admission sees to."""
     chance, window = random.Random(seed), Window[int](size, keeps_places=True)
     held: Counter[int] = Counter()
@@ -92,7 +92,7 @@ def test_every_whole_group_is_handed_out_by_its_last_step(size: int, bound: int,
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9)), min_size=1, max_size=20), st.booleans())
-def test_what_no_step_may_train_comes_out_first(groups: list[tuple[int, int]], keeps: bool) -> None:
+def test_expired_groups_are_handed_out_first(groups: list[tuple[int, int]], keeps: bool) -> None:
     window = Window[int](2, keeps)
     for last, liking in groups:
         window.push(last, last, (liking, ""))

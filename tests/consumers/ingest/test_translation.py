@@ -20,7 +20,7 @@ def translated(finished: Sequence[str], *log: str | None, begins: dict[int, int]
     return found
 
 
-def test_what_was_finished_stays_finished() -> None:
+def test_trajectories_finished_by_name_stay_finished() -> None:
     found = translated(["a", "b", "c"], "x", "b", None, "a", "b", "y")
     assert found.carried == [RecordRef("b", 0, 1), RecordRef("a", 0, 3)]
     assert [found.frontier.is_done(0, offset) for offset in range(6)] == [False, True, False, True, False, False]
@@ -40,7 +40,7 @@ def test_finished_records_are_counted_by_a_frontier() -> None:
     assert finished_records(frontier) == 4 + 2 + 2 + 3
 
 
-async def test_what_is_not_found_is_counted() -> None:
+async def test_missing_finished_records_are_counted() -> None:
     harness = ReaderHarness()
     await harness.publish_group(1)
     before = Frontier.from_json({"0": {"low": 10, "done": []}})
