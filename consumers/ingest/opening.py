@@ -249,7 +249,7 @@ class Translation:
         return max(0, self.finished_before - len(self.carried))
 
     def add(self, name: str | None, partition: int, offset: int) -> None:
-        """Process the next record. A second copy of a finished trajectory stays pending: it is skipped as a duplicate."""
+        """Process the next record. A second copy of a finished trajectory stays pending: the filter skips it."""
         if name is None or name in self._seen or not self.is_finished(name):
             return
         self._seen.add(name)

@@ -115,7 +115,7 @@ class TransactionalAnnouncer:
             self._is_open = True  # only now: if no broker answers, the next attempt must still open it
 
     async def _settle_fencing(self, error: Superseded) -> None:
-        """Raise if superseded. Otherwise an older trainer that is being replaced fenced us: open again, but only once."""
+        """Raise if superseded. Otherwise an older, replaced trainer fenced us: open the id again, but only once."""
         await self.check()
         if self._was_fenced:
             raise error

@@ -107,9 +107,9 @@ MUTANTS = (
         "07",
         "checkpoint manifest written first: in an object store",
         "consumers/training/checkpoints/storage.py",
-        """        self._sweep(begun, manifest.lineage + 1)
+        """        self._sweep(uploads, manifest.lineage + 1)
 """,
-        """        self._sweep(begun, manifest.lineage + 1)
+        """        self._sweep(uploads, manifest.lineage + 1)
         self._create(_manifest_key(slot), encode_manifest(manifest))
 """,
         (f"{TRAINING}/checkpoints/test_objects.py::test_the_manifest_comes_last",),
@@ -268,9 +268,9 @@ MUTANTS = (
         "consumers/training/session.py",
         """        snapshot = self.reader.snapshot()
         context.failpoint(Failpoint.SNAPSHOT_TAKEN)
-        # A restart announces this step's report again, and none before it: those have to be on the topic by now.
+        # A restart announces only this step's report again, so earlier ones must be on the topic by now.
         await self.announcements.settled()
-        # The snapshot's records are never read again, so a row lost now would be a record without an outcome.
+        # The snapshot's records are never read again, so a row lost now would leave a record without an outcome.
         await self.reader.flush()
 """,
         """        await self.announcements.settled()
@@ -289,7 +289,7 @@ MUTANTS = (
         "1 << bit",
         (
             f"{INGEST}/test_finished_groups.py::test_a_finished_sample_is_never_forgotten",
-            f"{INGEST}/test_finished_groups.py::test_every_repeat_is_found_since_every_sample_is_known_again",
+            f"{INGEST}/test_finished_groups.py::test_every_repeat_is_found_since_every_sample_of_a_closed_group_is_recognised",
         ),
     ),
     # A restarted dispatcher takes a worker that it has only read of for one that is there.

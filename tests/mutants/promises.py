@@ -28,7 +28,7 @@ PROMISES = (
         "37",
         "a run adopted without giving up what its earlier life sampled",
         "consumers/training/identity.py",
-        "    orphans = before.orphans_through if goes_on else lineage\n",
+        "    orphans = before.orphans_through if has_progress else lineage\n",
         "    orphans = before.orphans_through\n",
         (
             f"{TRAINING}/test_identity.py::"
@@ -121,8 +121,8 @@ PROMISES = (
         "42",
         "a retry for lack of memory keeps the partial gradient",
         "consumers/training/trainer.py",
-        "            must_begin_anew = shortage.gradient_lost\n",
-        "            must_begin_anew = False\n",
+        "            must_restart = shortage.gradient_lost\n",
+        "            must_restart = False\n",
         (
             f"{TRAINING}/test_out_of_memory.py::"
             "test_a_micro_batch_that_does_not_fit_is_split_and_the_step_is_the_same_and_replays_bit_equal",

@@ -159,8 +159,8 @@ RESTARTS = (
         "29",
         "tensor files not synced",
         f"{STORAGE}/storage.py",
-        '        """Sync it."""\n        sync(staged)\n',
-        '        """Sync it."""\n',
+        '        """Sync the file."""\n        sync(staged)\n',
+        '        """Sync the file."""\n',
         (f"{CHECKPOINTS}/test_local.py::test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk",),
     ),
     # A writer that stood still between the two renames goes on with the second.

@@ -61,7 +61,7 @@ def test_a_hundred_thousand_groups_take_a_few_kilobytes_of_a_checkpoint() -> Non
     assert len(json.dumps(groups.to_json())) < 20_000
 
 
-async def test_every_repeat_is_found_since_every_sample_is_known_again() -> None:
+async def test_every_repeat_is_found_since_every_sample_of_a_closed_group_is_recognised() -> None:
     """After thousands of groups that end without a step, and after a restart as well."""
     harness, count = ReaderHarness(), 1_100
     first = [trajectory("d/0/0", index) for index in range(2)]
