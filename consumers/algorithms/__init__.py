@@ -1,1 +1,1 @@
-"""What a group of samples teaches: advantages (numpy) and token losses (torch). Knows no bus and no optimizer."""
+"""Computes advantages (numpy) and token losses (torch) of groups of samples. Knows no bus and no optimizer."""

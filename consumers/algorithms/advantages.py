@@ -1,6 +1,6 @@
-"""Turns a group into training samples: shaped rewards → advantages, and which samples stay out and why.
+"""Turns a group into training samples: shaped rewards → advantages, and the samples that are left out, with reasons.
 
-Knows no policy and no tensors. What rewards are worth is the algorithm's to say (``shelf.py``); the overlong penalty is
+Knows no policy and no tensors. The algorithm turns rewards into advantages (``shelf.py``). The overlong penalty is
 DAPO's (arXiv 2503.14476).
 """
 
@@ -27,7 +27,7 @@ def overlong_penalty(lengths: NDArray[np.int64], *, l_max: int, l_cache: int, fa
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What the model can take: token ids below ``vocabulary``, sequences of at most ``positions`` tokens."""
+    """The model's limits: token ids below ``vocabulary``, sequences of at most ``positions`` tokens."""
 
     vocabulary: int
     positions: int
@@ -35,9 +35,10 @@ class ModelLimits:
 
 @dataclass(frozen=True)
 class Credit:
-    """``training_samples`` go into the gradient, ``left_out`` do not, each with the reason in words.
+    """The credit of a group. ``training_samples`` enter the gradient; ``left_out`` do not, each with its reason.
 
-    ``rewards`` float64 (G): the shaped rewards of all samples; ``deviation`` of them, 0 if they are all equal.
+    ``rewards`` float64 [G]: the shaped rewards of all samples. ``deviation``: their standard deviation, 0 if all are
+    equal.
     """
 
     training_samples: tuple[TrainingSample, ...]
@@ -47,7 +48,7 @@ class Credit:
 
 
 def credit_group(group: Group, settings: AlgorithmSettings, limits: ModelLimits) -> Credit:
-    """Advantages over all samples of the group; those that cannot be or are not to be trained then stay out."""
+    """Compute advantages over all samples of the group, then leave out samples that cannot or should not be trained."""
     rewards = np.array([sample.reward for sample in group.samples], dtype=np.float64)
     if settings.overlong_l_max is not None:
         lengths = np.array([sample.trajectory.sampled_tokens for sample in group.samples], dtype=np.int64)
@@ -57,7 +58,7 @@ def credit_group(group: Group, settings: AlgorithmSettings, limits: ModelLimits)
     algorithm = algorithm_of(settings)
     excluded = [_exclusion(sample, settings, limits) for sample in group.samples]
     usable = np.array([detail is None for detail in excluded], dtype=np.bool_)
-    # Of all rewards: those of a truncated sample, which stays out, still tell how hard the prompt is.
+    # From all rewards: that of a truncated sample, which is left out, still says how hard the prompt is.
     advantages = algorithm.advantages(rewards, usable)
     kept: list[TrainingSample] = []
     left_out: list[tuple[Sample, str]] = []
@@ -70,7 +71,7 @@ def credit_group(group: Group, settings: AlgorithmSettings, limits: ModelLimits)
 
 
 def skip_reason_of(credit: Credit, settings: AlgorithmSettings) -> tuple[SkipReason, str] | None:
-    """Why none of a group goes into a step, or none if it does."""
+    """Why a group enters no step; None if it does."""
     if (settings.dynamic_sampling or settings.name in PAIRWISE) and credit.deviation == 0.0:
         return SkipReason.ZERO_ADVANTAGE, "all rewards of the group are equal"
     if not credit.training_samples:
@@ -81,7 +82,7 @@ def skip_reason_of(credit: Credit, settings: AlgorithmSettings) -> tuple[SkipRea
 def _exclusion(sample: Sample, settings: AlgorithmSettings, limits: ModelLimits) -> str | None:
     trajectory = sample.trajectory
     if not trajectory.loss_mask.any():
-        return "no token of the completion is to be trained"
+        return "the completion has no token to train"
     if settings.mask_truncated_completions and trajectory.finish_reason is FinishReason.LENGTH:
         return f"truncated at {len(trajectory.token_ids)} tokens and algorithm.mask_truncated_completions is on"
     length = len(trajectory.prompt_token_ids) + len(trajectory.token_ids)

@@ -1,7 +1,7 @@
-"""What each sample of a group is worth by the group's rewards: one number a sample. Pure numpy.
+"""Advantages from a group's rewards: one number for each sample. Pure numpy.
 
-Sources: GRPO (arXiv 2402.03300) for the group baseline and deviation, Dr. GRPO (arXiv 2503.20783) for leaving the
-deviation out, RLOO (arXiv 2402.14740) for the leave-one-out baseline, online DPO (arXiv 2402.04792) for pairs, RAFT
+Sources: GRPO (arXiv 2402.03300) for the group baseline and deviation; Dr. GRPO (arXiv 2503.20783) for leaving the
+deviation out; RLOO (arXiv 2402.14740) for the leave-one-out baseline; online DPO (arXiv 2402.04792) for pairs; RAFT
 (arXiv 2304.06767) for the best of a group.
 """
 
@@ -25,8 +25,8 @@ def deviation(rewards: Rewards) -> float:
 
 def group_advantages(rewards: Rewards, *, scale: bool) -> Rewards:
     """``R - mean(R)``, divided by ``deviation(R) + 1e-4`` if ``scale``; (G) in, (G) out; equal rewards give zeros."""
-    # Not left to the subtraction: the floating-point mean of three 0.1 is not 0.1, and what rounding leaves would be
-    # an advantage other than 0, for which a gradient is computed.
+    # A special case: the floating-point mean of three 0.1 is not 0.1, and the rounding error would be an advantage
+    # other than 0, for which a gradient is computed.
     if rewards.size == 0 or np.ptp(rewards) == 0.0:
         return np.zeros_like(rewards)
     centred: Rewards = rewards - rewards.mean()
@@ -42,9 +42,9 @@ def leave_one_out_advantages(rewards: Rewards) -> Rewards:
 
 
 def best_against_worst(rewards: Rewards, usable: Usable) -> Rewards:
-    """1 for the best usable sample, -1 for the worst, NaN for all others; of equal ones the first. (G) in, (G) out.
+    """1 for the best usable sample, -1 for the worst, NaN for all others; among equal ones the first. (G) in, (G) out.
 
-    All NaN where there is no pair: fewer than two usable samples, or equal rewards.
+    All NaN if there is no pair: fewer than two usable samples, or equal rewards.
     """
     found = np.full_like(rewards, np.nan)
     if usable.sum() < 2 or np.ptp(rewards[usable]) == 0.0:
@@ -60,6 +60,6 @@ def selected_samples(rewards: Rewards, usable: Usable, *, threshold: float | Non
     if threshold is not None:
         found[rewards >= threshold] = 1.0
         return found
-    best = np.argsort(-np.where(usable, rewards, -np.inf), kind="stable")  # stable: of equal ones the first
+    best = np.argsort(-np.where(usable, rewards, -np.inf), kind="stable")  # stable: among equal ones the first
     found[best[:keep_best]] = 1.0
     return found

@@ -1,31 +1,32 @@
 """Log-probabilities and token losses as un-normalised sums, so that a batch may be split into any micro-batches.
 
-With mu the behaviour policy, pi the current one, pi0 the one at the start of the step (pi itself at one update a
-batch), sg stop-gradient, A a token's advantage. ``ratio`` says what r is, and which weight c stands beside it:
+Symbols: mu is the behaviour policy, pi the current one, and pi0 the one at the start of the step (pi itself with one
+update a batch). sg is stop-gradient, A a token's advantage. ``ratio`` defines the ratio r and its weight c:
 
-- "behaviour": r = pi / mu, c = 1. Staleness is clipped; truncated at C, r is PPO's dual clip for A < 0
+- "behaviour": r = pi / mu, c = 1. Staleness is clipped. With r truncated at C, this is PPO's dual clip for A < 0
   (arXiv 1912.09729).
-- "proximal": r = pi / pi0, c = sg(pi0 / mu) (decoupled PPO, arXiv 2110.00641 and 2505.24298). At one update a batch r
-  is 1 and nothing is clipped: REINFORCE with importance weights.
+- "proximal": r = pi / pi0, c = sg(pi0 / mu) (decoupled PPO, arXiv 2110.00641 and 2505.24298). With one update a batch,
+  r is 1 and nothing is clipped: REINFORCE with importance weights.
 
-``importance_sampling_mode`` keeps weights w within [floor, C]: TIS limits them, MIS and IcePop (arXiv 2510.18855) set
-those outside to 0; of a token, or the product over a sequence. It acts on c, and on r where r is pi / mu.
+``importance_sampling_mode`` keeps weights w within [floor, C]. TIS limits them; MIS and IcePop (arXiv 2510.18855) set
+weights outside to 0. A weight is a token's, or the product over a sequence. The mode acts on c, and on r if r is
+pi / mu.
 
 ``policy_loss``, with l = 1 - e_low, h = 1 + e_high:
 
 - clip (PPO, arXiv 1707.06347; clip-higher, DAPO, arXiv 2503.14476): -c min(r A, clip(r, l, h) A);
-- gspo (arXiv 2507.18071): the same with s = exp(mean of log r over the sequence) in place of r;
+- gspo (arXiv 2507.18071): the same with s = exp(mean of log r over the sequence) instead of r;
 - cispo (MiniMax-M1, arXiv 2506.13585): -c sg(clip(r, l, h)) A log pi;
-- dppo (arXiv 2602.04879, as prime-rl has it): -c keep r A, where keep is 0 for a token whose probability has moved by
-  more than e_high up (A > 0) or e_low down (A < 0);
-- reinforce (arXiv 2402.14740 with weights): -c A log pi, c = sg(pi / mu) where ``ratio`` is "behaviour".
+- dppo (arXiv 2602.04879, as implemented in prime-rl): -c keep r A, where keep is 0 for a token whose probability has
+  moved by more than e_high up (A > 0) or e_low down (A < 0);
+- reinforce (arXiv 2402.14740 with weights): -c A log pi, with c = sg(pi / mu) if ``ratio`` is "behaviour".
 
-To each token ``log_ratio_penalty`` (log pi / mu)^2 is added, and beta times an estimate of KL(pi || ref), see
+Each token's loss also gets ``log_ratio_penalty`` (log pi / mu)^2, and beta times an estimate of KL(pi || ref), see
 ``_divergence``. Averages: grpo (arXiv 2402.03300), dapo (arXiv 2503.14476), dr_grpo (arXiv 2503.20783); see
-``denominator``. Preferences (DPO, IPO) are of whole sequences: ``preference_losses``.
+``denominator``. Preference losses (DPO, IPO) are of whole sequences: ``preference_losses``.
 
 Invariant accumulated_micro_batches_equal_one_batch: sums divided by ``denominator`` at the end do not depend on the
-split; nothing in here averages over a micro-batch.
+split; nothing here averages over a micro-batch.
 """
 
 import math
@@ -44,20 +45,20 @@ from streamrl.consumers.batching.settings import Packing
 from streamrl.schemas.errors import ModelError
 
 MAX_LOGITS = 1 << 26
-"""Logits held at once, 256 MiB in float32; above that they are made in pieces, and made again for the gradient."""
+"""Most logits held at once, 256 MiB in float32; more are computed in pieces, and again for the gradient."""
 
 Head = Callable[[Tensor], Tensor]
 
 
 class CompletionScorer:
-    """Log-probabilities of a micro-batch's completions; applies the output layer only where a token is trained.
+    """Log-probabilities of a micro-batch's completions; applies the output layer only to trained tokens.
 
-    ``packing``: whether the model runs on padded rows or on documents one behind the other (``packing.py``), which its
-    attention has to keep apart.
+    ``packing``: whether the model runs on padded rows or on joined documents (``packing.py``), which its attention must
+    keep apart. ``float32_head``: the output layer computes in float32 from float32 states, even under autocast; the
+    rest of the model does not.
 
-    Models whose logits are not simply output layer (last hidden state), such as soft-capped ones, are found out by a
-    probe, and pay for the logits of every position. ``float32_head``: the output layer computes in float32 from float32
-    states, also under autocast; the rest of the model does not.
+    A probe finds models whose logits are not simply output layer (last hidden state), such as soft-capped ones. For
+    these the logits of every position are computed.
 
     Raises:
         ModelError: ``float32_head`` with such a model.
@@ -72,7 +73,7 @@ class CompletionScorer:
             if float32_head:
                 raise ModelError(
                     "expected a model whose logits are its output layer's for training.cast_lm_head_to_fp32, got "
-                    f"{type(model).__name__}, which alters them; switch the setting off"
+                    f"{type(model).__name__}, which changes them afterwards; switch the setting off"
                 )
             self._head = None
         elif float32_head:
@@ -81,7 +82,7 @@ class CompletionScorer:
 
     @torch.no_grad()
     def _head_is_plain(self) -> bool:
-        # ``get_decoder`` of a model without one of its own returns the model itself.
+        # ``get_decoder`` of a model without a decoder returns the model itself.
         if self._head is None or self._decoder is self._model:
             return False
         probe = torch.arange(4, device=self._model.device).unsqueeze(0) % self._vocabulary
@@ -89,12 +90,12 @@ class CompletionScorer:
         return torch.allclose(self._head(hidden), self._model(input_ids=probe, use_cache=False).logits, atol=1e-5)
 
     def __call__(self, input_ids: Tensor, mask: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs [B, S] float32 in nats at each sample's temperature, 0 where ``mask`` is 0; summed entropy.
+        """Log-probs [B, S] float32 in nats at each sample's temperature, 0 where ``mask`` is 0; and the summed entropy.
 
         ``input_ids`` int64 [B, S], right padded; ``mask`` [B, S], 0 at the first position; ``temperatures`` [B].
         """
         row, column = torch.nonzero(mask, as_tuple=True)
-        # The position before a token predicts it; [K, hidden] or [K, vocabulary].
+        # States of the positions before each token, which predict it; [K, hidden] or [K, vocabulary].
         states = states_at(self._body, self._packing, input_ids, row, column - 1)
         scored, entropy = _score(states, self._head, input_ids[row, column], temperatures[row], self._vocabulary)
         return torch.zeros_like(mask).index_put((row, column), scored), entropy
@@ -105,7 +106,7 @@ class CompletionScorer:
 
 
 def _in_float32(head: Head, states: Tensor) -> Tensor:
-    # Of the module itself and not of a copy, so that the gradient reaches its weight, tied or not. Without this context
+    # Uses the module itself, not a copy, so that the gradient reaches its weight, tied or not. Without this context,
     # autocast would round both factors to bfloat16 again.
     with torch.autocast(states.device.type, enabled=False):
         return head(states.float())
@@ -115,10 +116,10 @@ def _score(
     states: Tensor, head: Head | None, targets: Tensor, temperatures: Tensor, vocabulary: int
 ) -> tuple[Tensor, Tensor]:
     size = max(1, MAX_LOGITS // vocabulary)
-    # Without a head ``states`` are all the logits already, so pieces would save nothing.
+    # Without a head, ``states`` are the logits already, so pieces would save nothing.
     if len(targets) <= size or head is None:
         return _score_piece(states, head, targets, temperatures)
-    # Checkpointed, or autograd would keep the logits of every piece, [size, vocabulary], until the backward pass.
+    # Checkpointed: otherwise autograd keeps the logits of every piece, [size, vocabulary], until the backward pass.
     pieces = [
         checkpoint(_score_piece, part, head, target, temperature, use_reentrant=False)
         for part, target, temperature in zip(
@@ -130,7 +131,7 @@ def _score(
 
 def _score_piece(states: Tensor, head: Head | None, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probs [K] of ``targets`` and the sum of the K entropies, in float32."""
-    # log p(t) = z_t / T - logsumexp(z / T); float32, since autocast gives bfloat16 logits, too coarse for the sum.
+    # log p(t) = z_t / T - logsumexp(z / T), in float32: autocast's bfloat16 logits are too coarse for the sum.
     logits = (states if head is None else head(states)).float() / temperatures.unsqueeze(1)
     normaliser = torch.logsumexp(logits, dim=-1)
     scored = logits.gather(1, targets.unsqueeze(1)).squeeze(1) - normaliser
@@ -142,7 +143,9 @@ def _score_piece(states: Tensor, head: Head | None, targets: Tensor, temperature
 
 @dataclass(frozen=True)
 class LossSums:
-    """``loss``: a scalar to differentiate. ``metrics``: scalar sums (and ``_min``/``_max`` extremes) over tokens."""
+    """Sums of a micro-batch. ``loss``: a scalar to differentiate. ``metrics``: scalar sums over tokens, and extremes
+    whose names end in ``_min`` or ``_max``.
+    """
 
     loss: Tensor
     metrics: dict[str, Tensor]
@@ -150,7 +153,7 @@ class LossSums:
 
 @dataclass(frozen=True)
 class BatchTotals:
-    """What a finished batch is divided by: its trained sequences and trained tokens."""
+    """The numbers of trained sequences and trained tokens in a complete batch, for ``denominator``."""
 
     sequences: int
     tokens: int
@@ -158,12 +161,12 @@ class BatchTotals:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """B sequences of S positions. Values where ``mask`` is 0 are not looked at.
+    """B sequences of S positions. Values where ``mask`` is 0 are ignored.
 
-    ``logprobs`` (of the policy, with a gradient), ``behaviour_logprobs`` (of who sampled), ``proximal_logprobs`` (of
-    the policy at the start of the step; None: this is the start), ``reference_logprobs`` (None: there is no reference)
-    and ``mask`` (0 or 1) are [B, S], log-probs in nats at the sampling temperature. ``advantages`` [B, S], or [B] where
-    all tokens of a sequence have the same.
+    All tensors are [B, S]; log-probs are in nats at the sampling temperature. ``logprobs``: of the policy, with a
+    gradient. ``behaviour_logprobs``: of the weights that sampled. ``proximal_logprobs``: of the policy at the start of
+    the step; None: this is the start. ``reference_logprobs``: None: there is no reference. ``mask``: 0 or 1.
+    ``advantages`` may also be [B], if all tokens of a sequence have the same.
     """
 
     logprobs: Tensor
@@ -175,13 +178,13 @@ class TokenBatch:
 
     @cached_property
     def trained(self) -> Tensor:
-        """Bool [B, S]."""
+        """Which tokens are trained, bool [B, S]."""
         return self.mask > 0
 
     @cached_property
     def log_ratio(self) -> Tensor:
-        """Log pi / mu, [B, S], 0 where nothing is trained."""
-        # Masked before any exp, whose overflow would make the gradient 0 x inf.
+        """Log pi / mu, [B, S], 0 for tokens that are not trained."""
+        # Masked before any exp, because its overflow would make the gradient 0 x inf.
         return torch.where(self.trained, self.logprobs - self.behaviour_logprobs, 0.0)
 
     @cached_property
@@ -198,23 +201,23 @@ class TokenBatch:
 
     @cached_property
     def token_advantages(self) -> Tensor:
-        """[B, S]."""
+        """Advantages of all tokens, [B, S]."""
         wide = self.advantages if self.advantages.ndim == 2 else self.advantages.unsqueeze(1)
         return wide.expand_as(self.log_ratio)
 
     def row(self, number: int) -> "TokenBatch":
-        """One sequence of it."""
+        """A single sequence of the batch."""
         here = slice(number, number + 1)
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: value[here] for name, value in given.items() if value is not None})
 
 
 Surrogate = Callable[[TokenBatch], tuple[Tensor, Tensor]]
-"""Token losses [B, S], and which tokens were clipped [B, S]: -1 at the floor, 1 at the ceiling, else 0."""
+"""Returns token losses [B, S], and which tokens were clipped [B, S]: -1 at the floor, 1 at the ceiling, else 0."""
 
 
 def denominator(settings: AlgorithmSettings, totals: BatchTotals, max_completion_length: int) -> float:
-    """What the accumulated loss sum is divided by; at least 1, so that an empty batch stays finite."""
+    """The divisor of the accumulated loss sum; at least 1, so that an empty batch stays finite."""
     if settings.name in PAIRWISE:
         return max(totals.sequences / 2, 1.0)
     match settings.loss_type:
@@ -227,7 +230,7 @@ def denominator(settings: AlgorithmSettings, totals: BatchTotals, max_completion
 
 
 def token_losses(settings: AlgorithmSettings, tokens: TokenBatch, surrogate: Surrogate | None = None) -> LossSums:
-    """Sum of token losses and of token metrics. ``surrogate``: in place of the one that ``policy_loss`` names."""
+    """Sums of token losses and token metrics. ``surrogate``: replaces the one that ``policy_loss`` names."""
     losses, clipped = (surrogate or partial(policy_surrogate, settings))(tokens)
     metrics = _ratio_metrics(tokens, clipped)
     if settings.importance_sampling_mode.endswith("mask"):
@@ -247,7 +250,7 @@ def token_losses(settings: AlgorithmSettings, tokens: TokenBatch, surrogate: Sur
 
 
 def importance_weights(settings: AlgorithmSettings, log_weights: Tensor, trained: Tensor) -> Tensor:
-    """Weights [B, S] of log weights that are 0 where nothing is trained, limited or masked as the settings say."""
+    """Weights [B, S], limited or masked as the settings say; ``log_weights`` must be 0 for tokens not trained."""
     mode, floor, cap = (
         settings.importance_sampling_mode,
         settings.importance_sampling_floor,
@@ -261,7 +264,7 @@ def importance_weights(settings: AlgorithmSettings, log_weights: Tensor, trained
         is_kept = torch.ones_like(trained) if cap is None else log_weights <= math.log(cap)
         if floor > 0:
             is_kept = is_kept & (log_weights >= math.log(floor))
-        # Filled in log space, since exp may overflow and 0 x inf is no number.
+        # Filled in log space, since exp may overflow and 0 x inf is NaN.
         return torch.where(is_kept, torch.exp(torch.where(is_kept, log_weights, 0.0)), 0.0)
     # Limited in log space: clamping exp's overflow would turn its gradient into 0 x inf.
     lowest = math.log(floor) if floor > 0 else None
@@ -270,7 +273,7 @@ def importance_weights(settings: AlgorithmSettings, log_weights: Tensor, trained
 
 
 def policy_surrogate(settings: AlgorithmSettings, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
-    """See ``Surrogate``; the formulas are in the module's text."""
+    """See ``Surrogate``; the formulas are in the module's docstring."""
     match settings.policy_loss:
         case "clip" | "gspo":
             return _clipped(settings, tokens)
@@ -284,12 +287,12 @@ def policy_surrogate(settings: AlgorithmSettings, tokens: TokenBatch) -> tuple[T
 
 
 def _own_ratio(log_ratio: Tensor) -> Tensor:
-    """The ratio pi / sg(pi): its value is 1, its gradient that of log pi."""
+    """The ratio pi / sg(pi): its value is 1, and its gradient is that of log pi."""
     return torch.exp(log_ratio - log_ratio.detach())
 
 
 def _outer_weights(settings: AlgorithmSettings, tokens: TokenBatch, *, reinforce: bool = False) -> Tensor:
-    """c, [B, S], without a gradient; where r is pi / mu itself, only whether a token is kept."""
+    """The weight c, [B, S], without a gradient; if r is pi / mu itself, only 1 or 0 for a token kept or masked."""
     if settings.ratio == "proximal":
         return importance_weights(settings, tokens.start_log_ratio, tokens.trained).detach()
     weights = importance_weights(settings, tokens.log_ratio, tokens.trained).detach()
@@ -309,7 +312,7 @@ def _log_ratio(settings: AlgorithmSettings, tokens: TokenBatch) -> Tensor:
 
 
 def _limited_ratio(settings: AlgorithmSettings, tokens: TokenBatch) -> Tensor:
-    """r, or s, [B, S]; limited where it is pi / mu and weights are limited a token."""
+    """r, or s, [B, S]; limited if it is pi / mu and weights are limited for each token."""
     log_ratio = _log_ratio(settings, tokens)
     if settings.ratio == "behaviour" and settings.importance_sampling_mode == "token_truncate":
         return importance_weights(settings, log_ratio, tokens.trained)
@@ -321,7 +324,7 @@ def _clipped(settings: AlgorithmSettings, tokens: TokenBatch) -> tuple[Tensor, T
     ratio, advantage = _limited_ratio(settings, tokens), tokens.token_advantages
     outer = _outer_weights(settings, tokens)
     losses = -outer * torch.minimum(ratio * advantage, ratio.clamp(floor, ceiling) * advantage)
-    # Outside the range a token is clipped only where min picks the constant: beyond it in the direction A pushes to.
+    # A token outside the range is clipped only if min picks the constant: if A pushes further in the same direction.
     value = ratio.detach()
     low = (value < floor) & (advantage < 0)
     high = (value > ceiling) & (advantage > 0)
@@ -332,7 +335,7 @@ def _clipped_weights(settings: AlgorithmSettings, tokens: TokenBatch) -> tuple[T
     floor, ceiling = settings.clip_range
     value = _limited_ratio(settings, tokens).detach()
     weights = _outer_weights(settings, tokens) * value.clamp(floor, ceiling)
-    # The weight has no gradient, so a clipped token keeps that of its log-prob.
+    # The weight has no gradient, so a clipped token keeps the gradient of its log-prob.
     return -weights * tokens.token_advantages * tokens.logprobs, (value > ceiling).int() - (value < floor).int()
 
 
@@ -351,11 +354,13 @@ def _masked_by_probability(settings: AlgorithmSettings, tokens: TokenBatch) -> t
 def _divergence(settings: AlgorithmSettings, tokens: TokenBatch) -> Tensor:
     """Estimate of KL(pi || ref) at each token [B, S]; d = log ref - log pi.
 
-    k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1 (Schulman 2020). Weighted, k1 and k3 become c r k, with r = pi / sg(pi)
-    and c = sg(w) as limited: below the cap that is w k in value and gradient (DeepSeek-V3.2, arXiv 2512.02556, section
-    3.1). That of k3 is w (log pi - log ref) grad log pi, whose expectation under mu is the gradient of KL(pi || ref);
-    without the weight it is (1 - exp(d)) grad log pi, which on policy is the gradient of KL(ref || pi), and off policy
-    of neither. k2's own gradient is (log pi - log ref) grad log pi, so it is only multiplied by c (arXiv 2510.01555).
+    k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1 (Schulman 2020).
+
+    With weights, k1 and k3 become c r k, with r = pi / sg(pi) and c = sg(w), limited. Below the cap this equals w k in
+    value and gradient (DeepSeek-V3.2, arXiv 2512.02556, section 3.1). The gradient of weighted k3 is
+    w (log pi - log ref) grad log pi; its expectation under mu is the gradient of KL(pi || ref). Without the weight it
+    is (1 - exp(d)) grad log pi: on policy this is the gradient of KL(ref || pi), off policy of neither. The gradient of
+    k2 is (log pi - log ref) grad log pi already, so k2 is only multiplied by c (arXiv 2510.01555).
     """
     assert tokens.reference_logprobs is not None
     gap = torch.where(tokens.trained, tokens.reference_logprobs - tokens.logprobs, 0.0)
@@ -365,7 +370,7 @@ def _divergence(settings: AlgorithmSettings, tokens: TokenBatch) -> Tensor:
         case "k2":
             estimate = gap.square() / 2
         case "k3":
-            estimate = torch.exp(gap) - gap - 1  # unlike -d never negative for a single token
+            estimate = torch.exp(gap) - gap - 1  # never negative for a single token, unlike -d
     if not settings.use_bias_correction_kl:
         return estimate
     weights = importance_weights(settings, tokens.log_ratio, tokens.trained).detach()
@@ -385,9 +390,9 @@ def sequence_scores(tokens: TokenBatch, *, average: bool) -> Tensor:
 def preference_losses(scores: Tensor, slopes: Tensor, halves: Tensor, tokens: TokenBatch) -> LossSums:
     """Losses of pairs whose two sequences may be in different micro-batches.
 
-    ``scores`` [B]: of ``sequence_scores``, with a gradient. ``slopes`` [B]: what a pair's loss changes by with the
-    score of this row, d loss / d score, from a pass without gradient; ``halves`` [B]: half of the pair's loss. So the
-    value of the sum over both rows is the pair's loss, and its gradient too.
+    ``scores`` [B]: from ``sequence_scores``, with a gradient. ``slopes`` [B]: the derivative d loss / d score of the
+    pair's loss by this row's score, from a pass without gradient. ``halves`` [B]: half of the pair's loss. So the sum
+    over both rows has the value and the gradient of the pair's loss.
     """
     loss = (slopes * (scores - scores.detach()) + halves).sum()
     return LossSums(loss, _ratio_metrics(tokens, torch.zeros_like(tokens.log_ratio, dtype=torch.int32)))

@@ -1,15 +1,15 @@
-"""A model's hidden states at wanted positions of a micro-batch, padded or packed (``training.packing``).
+"""A model's hidden states at chosen positions of a micro-batch, padded or packed (``training.packing``).
 
-Padded, the body of the model runs on [B, S]: right padding needs no mask, since a causal model's earlier positions
-never look at what follows them. Packed ("varlen"), the B documents stand one behind the other in one row [1, T]
-without padding: position ids begin anew with each, and attention stays within each, so that a document's states are
-those it has by itself. A document goes as far as states of it are wanted.
+Padded, the body of the model runs on [B, S]. Right padding needs no mask, since earlier positions of a causal model
+never see later ones. Packed ("varlen"), the B documents are joined in one row [1, T] without padding. Position ids
+restart with each document, and attention stays within it, so its states are the same as without the others. A document
+is cut after the last position whose state is needed.
 
-Attention gets the documents' bounds as keyword arguments, which a Hugging Face model hands down to every layer, and
-keeps for layers that gradient checkpointing computes again: flash attention its own (``cu_seq_lens_q`` and its like),
-any other ``document_lengths``. Which attention a model has is not decided here.
+Attention gets the documents' bounds as keyword arguments. A Hugging Face model passes them to every layer, and keeps
+them for layers that gradient checkpointing computes again. Flash attention reads its own arguments (``cu_seq_lens_q``
+and similar), every other attention ``document_lengths``. This module does not choose a model's attention.
 
-Invariant a_document_is_computed_by_itself: its states and its gradient do not depend on its neighbours.
+Invariant a_document_is_independent_of_its_neighbours: they change neither its states nor its gradient.
 """
 
 from collections.abc import Callable
@@ -22,19 +22,19 @@ from torch import Tensor
 from streamrl.consumers.batching.settings import Packing
 
 Body = Callable[..., Tensor]
-"""The part of a model that sees other positions: inputs as a Hugging Face model takes them to states [B, S, H]."""
+"""The part of a model that sees other positions: maps a Hugging Face model's inputs to states [B, S, H]."""
 
 DOCUMENT_LENGTHS = "document_lengths"
-"""The keyword argument that says how long the documents of a row are: ints, in their order."""
+"""Keyword argument with the lengths of a row's documents: ints, in their order."""
 
 
 def body_of(decoder: Any) -> Body:
-    """The last hidden states of a model without its output layer."""
+    """A function that computes the last hidden states, without the output layer."""
     return partial(_output, decoder, "last_hidden_state")
 
 
 def logits_of(model: Any) -> Body:
-    """The logits of every position."""
+    """A function that computes the logits of every position."""
     return partial(_output, model, "logits")
 
 
@@ -47,12 +47,12 @@ def states_at(body: Body, packing: Packing, input_ids: Tensor, row: Tensor, colu
     """States [K, H] of K positions (``row``, ``column``, int64 [K]) of right-padded ``input_ids`` [B, S]."""
     if packing == "padded":
         return body(input_ids=input_ids)[row, column]
-    lengths = torch.zeros(len(input_ids), dtype=torch.int64, device=input_ids.device)  # [B], 0 where none is wanted
+    lengths = torch.zeros(len(input_ids), dtype=torch.int64, device=input_ids.device)  # [B], 0 if no state is needed
     lengths = lengths.scatter_reduce(0, row, column + 1, "amax")
     if not len(row):
-        lengths[0] = 1  # over ranks all make the same calls, also the one for which there is nothing to do
+        lengths[0] = 1  # a rank without work must still call the model, because all ranks make the same calls
     positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    kept = positions < lengths.unsqueeze(1)  # bool [B, S], T of which are true
+    kept = positions < lengths.unsqueeze(1)  # bool [B, S], with T true entries
     bounds = _bounds(lengths[lengths > 0])
     states = body(input_ids=input_ids[kept].unsqueeze(0), position_ids=positions[kept].unsqueeze(0), **bounds)[0]
     starts = lengths.cumsum(0) - lengths
@@ -60,7 +60,7 @@ def states_at(body: Body, packing: Packing, input_ids: Tensor, row: Tensor, colu
 
 
 def _bounds(lengths: Tensor) -> dict[str, Any]:
-    """Of documents of these lengths, int64 [D], for whichever attention the model has."""
+    """Keyword arguments with the bounds of documents of these lengths, int64 [D], for any attention."""
     ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     numbers = tuple(lengths.tolist())
     longest = max(numbers)

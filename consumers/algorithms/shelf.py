@@ -1,9 +1,10 @@
-"""The shelf: algorithms by name, or a user's own by import path. Says what each is made of; computes on plain arrays.
+"""The shelf: built-in algorithms by name, and a user's own by import path. Defines each; computes on plain arrays.
 
-An algorithm is three things: what a group of rewards is worth (``advantages``, numpy), what each token gets of it
-(``token_advantages``) and a token's loss (``surrogate``, both torch); and what it needs beside the policy: a reference,
-a critic, a teacher. Sums, averages, micro-batches, updates, checkpoints and replay are the same for all of them. Torch
-is imported by the parts that compute with it, not here: the trainer's driver and the settings do without.
+An algorithm has three functions: a group's rewards to advantages (``advantages``, numpy), advantages of tokens
+(``token_advantages``, torch) and a token's loss (``surrogate``, torch). It also says which models it needs besides the
+policy: a reference, a critic, a teacher. Sums, averages, micro-batches, updates, checkpoints and replay are the same
+for all. Torch is imported only inside the functions that use it, because the trainer's driver and the settings do not
+need it.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ if TYPE_CHECKING:
 
 
 class NoOptions(Section):
-    """An algorithm without settings of its own."""
+    """The options of an algorithm that has none."""
 
 
 class Algorithm:
-    """Group-relative policy gradient, and what others vary: GRPO, Dr. GRPO, DAPO, GSPO, CISPO and DPPO by settings.
+    """Group-relative policy gradient: GRPO, Dr. GRPO, DAPO, GSPO, CISPO and DPPO by settings; others extend it.
 
-    ``Options``: the section that ``[algorithm.options]`` is checked against, for ``self.options``. ``unselected``: why
-    a sample stays out whose advantage is NaN.
+    ``Options``: the section that checks ``[algorithm.options]`` and becomes ``self.options``. ``unselected``: the
+    reason in messages if a sample's advantage is NaN.
     """
 
     Options: ClassVar[type[Section]] = NoOptions
@@ -50,21 +51,21 @@ class Algorithm:
     has_teacher: ClassVar[bool] = False
     is_pairwise: ClassVar[bool] = False
     needs_start_logprobs: ClassVar[bool] = False
-    """Whether ``token_advantages`` looks at log-probs of the policy at the step's start."""
+    """Whether ``token_advantages`` uses the policy's log-probs at the step's start."""
 
     def __init__(self, settings: AlgorithmSettings, options: Section | None = None) -> None:
         self.settings = settings
         self.options = options if options is not None else self.Options()
 
     def advantages(self, rewards: Rewards, usable: Usable) -> Rewards:
-        """What each sample of a group is worth: float64 [G] in, [G] out; NaN keeps a sample out of the gradient.
+        """Advantages of a group's samples: float64 [G] in, [G] out; NaN leaves a sample out of the gradient.
 
-        ``usable`` [G]: which samples may enter the gradient; others are left out whatever is said of them.
+        ``usable`` [G]: which samples may enter the gradient; all others are left out in any case.
         """
         return group_advantages(rewards, scale=self.settings.scale_rewards == "group")
 
     def token_advantages(self, tensors: StepTensors) -> tuple[Tensor, Tensor | None]:
-        """Advantages [B, S] at the step's start, and the returns that a critic learns, if there is one."""
+        """Advantages [B, S] at the step's start, and the returns [B, S] that the critic learns, if there is one."""
         from streamrl.consumers.algorithms.token_credit import broadcast
 
         return broadcast(tensors), None
@@ -77,46 +78,46 @@ class Algorithm:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether log-probs of the initial model are looked at."""
+        """Whether log-probs of the initial model are needed."""
         return self.settings.beta > 0 or self.is_pairwise
 
     @property
     def has_plain_credit(self) -> bool:
-        """Whether a token's advantage is its sequence's, and a sequence with advantage 0 has no gradient."""
+        """Whether all tokens have their sequence's advantage, so that a sequence with advantage 0 has no gradient."""
         kind = type(self)
         is_plain = kind.token_advantages is Algorithm.token_advantages and kind.surrogate is Algorithm.surrogate
         return is_plain and not self.settings.whiten_advantages
 
     @property
     def is_separable(self) -> bool:
-        """Whether a step's gradient is the sum of its sequences' own: one update, of credit that needs no others."""
+        """Whether a step's gradient is a sum over sequences: one update, and each sequence's credit is independent."""
         settings = self.settings
-        alone = not (self.has_critic or self.is_pairwise or settings.whiten_advantages)
-        return alone and settings.updates_per_step == 1
+        is_independent = not (self.has_critic or self.is_pairwise or settings.whiten_advantages)
+        return is_independent and settings.updates_per_step == 1
 
 
 class LeaveOneOut(Algorithm):
     """RLOO (arXiv 2402.14740)."""
 
     def advantages(self, rewards: Rewards, usable: Usable) -> Rewards:
-        """Rewards less the mean of the others'."""
+        """Each reward minus the mean of the other rewards."""
         return leave_one_out_advantages(rewards)
 
 
 class ReturnsToGo(Algorithm):
-    """REINFORCE++ (arXiv 2501.03262): the reward from each token on, whitened over the batch."""
+    """REINFORCE++ (arXiv 2501.03262): the sum of rewards from each token on, whitened over the batch."""
 
     def advantages(self, rewards: Rewards, usable: Usable) -> Rewards:
-        """The rewards themselves."""
+        """The unchanged rewards."""
         return rewards.copy()
 
     @property
     def needs_start_logprobs(self) -> bool:  # type: ignore[override]
-        """Only for a KL in the reward."""
+        """True only for a KL in the reward."""
         return self.settings.kl_in_reward
 
     def token_advantages(self, tensors: StepTensors) -> tuple[Tensor, Tensor | None]:
-        """GAE without a critic and with lambda 1 is the sum of what comes."""
+        """Returns from each token on: GAE without a critic and with lambda 1."""
         import torch
 
         from streamrl.consumers.algorithms.token_credit import generalised_advantages, token_rewards
@@ -128,10 +129,10 @@ class ReturnsToGo(Algorithm):
 
 
 class ReturnsOverBaseline(Algorithm):
-    """REINFORCE++ with a baseline (arXiv 2501.03262): rewards less the group's mean, whitened over the batch."""
+    """REINFORCE++ with a baseline (arXiv 2501.03262): rewards minus the group's mean, whitened over the batch."""
 
     def advantages(self, rewards: Rewards, usable: Usable) -> Rewards:
-        """Centred, divided by nothing."""
+        """Rewards minus the group's mean, not scaled."""
         return group_advantages(rewards, scale=False)
 
 
@@ -158,32 +159,32 @@ class PreferencePairs(Algorithm):
     unselected = "neither the best nor the worst of its group"
 
     def advantages(self, rewards: Rewards, usable: Usable) -> Rewards:
-        """1 for the better, -1 for the worse."""
+        """1 for the best sample, -1 for the worst, NaN for all others."""
         return best_against_worst(rewards, usable)
 
 
 class RejectionSampling(Algorithm):
-    """Fine-tuning on the best samples (RAFT, arXiv 2304.06767): -log pi of what is kept."""
+    """Fine-tuning on the best samples (RAFT, arXiv 2304.06767): the loss is -log pi of the selected samples."""
 
     unselected = "not among the samples that algorithm.selection keeps"
 
     def advantages(self, rewards: Rewards, usable: Usable) -> Rewards:
-        """1 for what is kept."""
-        chosen = self.settings.selection
-        return selected_samples(rewards, usable, threshold=chosen.threshold, keep_best=chosen.keep_best)
+        """1 for the selected samples, NaN for all others."""
+        selection = self.settings.selection
+        return selected_samples(rewards, usable, threshold=selection.threshold, keep_best=selection.keep_best)
 
 
 class TeacherCredit(Algorithm):
     """On-policy distillation (GKD, arXiv 2306.13649; MiniLLM, arXiv 2306.08543): minus the reverse KL at each token.
 
-    Rewards are not looked at.
+    Rewards are ignored.
     """
 
     has_teacher = True
     needs_start_logprobs = True
 
     def advantages(self, rewards: Rewards, usable: Usable) -> Rewards:
-        """The same for all: what a token is worth, the teacher says."""
+        """1 for all samples: the teacher gives the tokens' credit."""
         return np.ones_like(rewards)
 
     def token_advantages(self, tensors: StepTensors) -> tuple[Tensor, Tensor | None]:
@@ -203,16 +204,16 @@ ALGORITHMS: dict[str, type[Algorithm]] = dict.fromkeys(PRESETS, Algorithm) | {
     "rft": RejectionSampling,
     "distillation": TeacherCredit,
 }
-"""By name. Six of them are ``Algorithm`` with other defaults."""
+"""Classes by name. Six algorithms are ``Algorithm`` itself with other defaults."""
 
 
 def algorithm_of(settings: AlgorithmSettings) -> Algorithm:
     """The algorithm that the settings name.
 
     Raises:
-        SettingsError: a user's own cannot be imported, is no ``Algorithm``, or does not take ``[algorithm.options]``.
+        SettingsError: a user's own cannot be imported, is no ``Algorithm``, or refuses ``[algorithm.options]``.
     """
-    kind = ALGORITHMS.get(settings.name) or _own(settings.name)
+    kind = ALGORITHMS.get(settings.name) or _load_own(settings.name)
     try:
         options = kind.Options.model_validate(settings.options)
     except ValidationError as error:
@@ -220,12 +221,12 @@ def algorithm_of(settings: AlgorithmSettings) -> Algorithm:
         key = ".".join(("algorithm.options", *(str(part) for part in first["loc"])))
         known = ", ".join(kind.Options.model_fields) or "none"
         raise SettingsError(
-            f"expected {key} as {settings.name} takes it (it has {known}), got: {first['msg']}"
+            f"expected {key} to be valid for {settings.name} (its options: {known}), got: {first['msg']}"
         ) from error
     return kind(settings, options)
 
 
-def _own(name: str) -> type[Algorithm]:
+def _load_own(name: str) -> type[Algorithm]:
     assert is_import_path(name), "settings refuse other names"
     found: object = load_function(name)
     if not (isinstance(found, type) and issubclass(found, Algorithm)):

@@ -1,7 +1,7 @@
-"""Credit that tokens get one by one, from a critic, a teacher or the other sequence of a pair; tensors of one step.
+"""Credit of single tokens, from a critic, a teacher or the other sequence of a pair; tensors of one step.
 
 Everything here is computed once a step, or once an update, and held fixed while losses are differentiated. Knows no
-model. B rows of S positions; what stands where nothing is trained is 0.
+model. B rows of S positions; values of tokens that are not trained are 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,16 +13,16 @@ from torch import Tensor
 from streamrl.consumers.algorithms.settings import AlgorithmSettings
 
 WHITENING_EPSILON = 1e-8
-"""Added to a variance before its root is divided by, as verl and OpenRLHF do."""
+"""Added to a variance before dividing by its square root, as verl and OpenRLHF do."""
 
 
 @dataclass(frozen=True)
 class StepTensors:
-    """What is known of a micro-batch at the start of a step, without gradients; those not asked for are None.
+    """Tensors of a micro-batch at the start of a step, without gradients; those that are not needed are None.
 
-    ``scores`` [B]: what the group's credit says of each sequence; ``mask`` [B, S]. Log-probs [B, S] of the policy, the
-    reference and the teacher; ``values`` [B, S]: the critic's, of the state that each token was sampled in.
-    ``turn_rewards`` [B, S]: the part of the scores that came with a turn, at its last token.
+    ``scores`` [B]: each sequence's credit from its group; ``mask`` [B, S]. Log-probs [B, S] of the policy, the
+    reference and the teacher. ``values`` [B, S]: the critic's, of the state before each token. ``turn_rewards`` [B, S]:
+    the parts of the scores that belong to turns, at each turn's last token.
     """
 
     scores: Tensor
@@ -40,12 +40,12 @@ def broadcast(tensors: StepTensors) -> Tensor:
 
 
 def token_rewards(tensors: StepTensors, kl_coef: float) -> Tensor:
-    """A sequence's reward at its last trained token, less ``kl_coef`` (log pi0 - log ref) at each; [B, S].
+    """A sequence's reward at its last trained token, minus ``kl_coef`` (log pi0 - log ref) at each token; [B, S].
 
-    What came with a turn stands at that turn's last token, and the rest of the reward at the sequence's.
+    A turn's reward is at the turn's last token, and the rest of the reward at the sequence's last trained token.
     """
     mask = tensors.mask
-    # The last position with a 1: the first one of the reversed row.
+    # The last position with a 1: the largest position among trained tokens.
     positions = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask > 0, positions, -1).max(dim=1, keepdim=True).values
     at_end = tensors.scores
@@ -67,7 +67,7 @@ def generalised_advantages(
     """GAE (arXiv 1506.02438): advantages and returns, [B, S] each.
 
     delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, return_t = A_t + V_t; after the last token V
-    and A are 0. t counts trained tokens only: what the environment wrote in between is no action, and is passed over.
+    and A are 0. t counts only trained tokens: an environment's tokens in between are not actions, and are skipped.
     """
     advantages = torch.zeros_like(rewards)
     advantage = next_value = torch.zeros_like(rewards[:, 0])
@@ -81,7 +81,7 @@ def generalised_advantages(
 
 
 def reverse_kl_to_teacher(tensors: StepTensors) -> Tensor:
-    """Log pi0 - log teacher at each trained token, [B, S]: one sample of KL(pi || teacher) given what stands before."""
+    """Log pi0 - log teacher at each trained token, [B, S]: one sample of KL(pi || teacher) given the earlier tokens."""
     assert tensors.start_logprobs is not None
     assert tensors.teacher_logprobs is not None
     return torch.where(tensors.mask > 0, tensors.start_logprobs - tensors.teacher_logprobs, 0.0)
@@ -90,7 +90,7 @@ def reverse_kl_to_teacher(tensors: StepTensors) -> Tensor:
 def whitened(advantages: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
     """(A - mean) / sqrt(variance + 1e-8) over all trained tokens of the batch; variance with denominator n - 1.
 
-    Summed in float64, so that the cut into micro-batches shows in the last bits of float64 only.
+    Summed in float64, so that the split into micro-batches changes only the last bits of float64.
     """
     found = [advantage[mask > 0].double() for advantage, mask in zip(advantages, masks, strict=True)]
     count = sum(each.numel() for each in found)
@@ -115,8 +115,9 @@ def value_losses(values: Tensor, start_values: Tensor, returns: Tensor, mask: Te
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - Var(G - V) / Var(G) over tokens [N]: 1 for a critic that knows, 0 for one that tells the mean; NaN where all
-    returns are equal.
+    """1 - Var(G - V) / Var(G) over tokens [N].
+
+    1 for a critic that predicts returns exactly, 0 for one that predicts their mean; NaN if all returns are equal.
     """
     spread = float(returns.var(correction=0)) if returns.numel() else 0.0
     return 1 - float((returns - values).var(correction=0)) / spread if spread > 0 else float("nan")
@@ -124,7 +125,7 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 
 @dataclass(frozen=True)
 class PairTerms:
-    """A pair's loss and its slope by the margin h = score(better) - score(worse)."""
+    """A pair's loss, and its derivative by the margin h = score(better) - score(worse)."""
 
     margin: float
     loss: float
@@ -132,8 +133,9 @@ class PairTerms:
 
 
 def pair_terms(settings: AlgorithmSettings, margin: float) -> PairTerms:
-    """DPO (arXiv 2305.18290), with the smoothing of cDPO: -(1 - e) log sigmoid(b h) - e log sigmoid(-b h).
+    """The loss of a pair with this margin, and its slope.
 
+    DPO (arXiv 2305.18290), with the smoothing of cDPO: -(1 - e) log sigmoid(b h) - e log sigmoid(-b h).
     IPO (arXiv 2310.12036): (h - 1 / (2 b))^2.
     """
     beta, smoothing = settings.preference.beta, settings.preference.label_smoothing
@@ -151,5 +153,5 @@ def pair_terms(settings: AlgorithmSettings, margin: float) -> PairTerms:
 def terms_by_group(
     settings: AlgorithmSettings, better: Mapping[str, float], worse: Mapping[str, float]
 ) -> dict[str, PairTerms]:
-    """Of the groups that have both sequences; scores by group."""
+    """Pair terms by group, for groups that have both sequences; ``better`` and ``worse``: scores by group."""
     return {name: pair_terms(settings, better[name] - worse[name]) for name in better if name in worse}

@@ -1,7 +1,7 @@
-"""Deals the rows of a micro-batch over the trainer's ranks. Pure.
+"""Distributes the rows of a micro-batch over the trainer's ranks. Pure.
 
-All ranks compute at the same time and wait for the slowest, so the largest share decides. Rows are dealt the moment a
-micro-batch is cut: no rank has a queue of its own, and so none waits for a trajectory that another one has.
+All ranks compute at the same time and wait for the slowest, so the largest share decides. Rows are distributed when a
+micro-batch is cut. No rank has its own queue, so none waits for a trajectory that another rank has.
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,16 @@ from streamrl.consumers.batching.settings import Packing
 
 
 def deal(lengths: Sequence[int], ranks: int, packing: Packing = "padded") -> list[list[int]]:
-    """Row numbers by rank, longest rows first: the largest share, in tokens that are computed, is as small as can be.
+    """Row numbers for each rank, longest rows first, so that the largest share of computed tokens is minimal.
 
-    Each is a run of neighbours in length. Padded to its longest row, it counts its first row's length times its rows,
-    else the sum of its lengths. Fewer rows than ranks leave the last shares empty. The same lengths are always dealt
-    alike.
+    Each share is a run of neighbours in length. If rows are padded, a share counts its first row's length times its
+    number of rows; otherwise the sum of its lengths. With fewer rows than ranks the last shares are empty. The result
+    depends only on the arguments.
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     longest_first = [lengths[row] for row in order]
-    # Bisected: whether a limit can be kept is monotone in it, and equal numbers of rows keep the highest.
+    # Bisection over the limit: if a limit is feasible, so are all larger ones. Shares of equally many rows always meet
+    # the largest limit.
     low = max([1, *longest_first])
     high = low * -(-len(order) // ranks)
     while low < high:
@@ -32,7 +33,7 @@ def deal(lengths: Sequence[int], ranks: int, packing: Packing = "padded") -> lis
 
 
 def _shares(longest_first: Sequence[int], ranks: int, limit: int, packing: Packing) -> list[int] | None:
-    """Rows of each share if none is above the limit, greedily from the longest; None if so many ranks do not do."""
+    """Numbers of rows of shares that keep the limit, filled greedily from the longest row; None if too few ranks."""
     sizes: list[int] = []
     start = 0
     while start < len(longest_first):

@@ -1,4 +1,4 @@
-"""``[batching]``: how large a micro-batch may be, and what is taken to be costly in it."""
+"""``[batching]``: how large a micro-batch may be, and how its cost is estimated."""
 
 from typing import Annotated, Literal
 
@@ -7,7 +7,7 @@ from pydantic import Field
 from streamrl.schemas.settings import Section
 
 Packing = Literal["padded", "varlen"]
-"""``training.packing``: rows padded to the longest, or one behind the other without padding."""
+"""``training.packing``: rows padded to the longest, or joined without padding."""
 
 
 class BatchingSettings(Section):
@@ -17,16 +17,16 @@ class BatchingSettings(Section):
         int,
         Field(
             ge=1,
-            description="Most tokens of a micro-batch, padding included where there is any (training.packing); a "
-            "longer sample stands alone.",
+            description="Most tokens of a micro-batch, including padding if there is any (training.packing); a longer "
+            "sample gets its own micro-batch.",
         ),
     ] = 16_384
     lookahead: Annotated[
         float,
         Field(
             ge=1,
-            description="Budgets' worth of samples among which a micro-batch is chosen by length while more samples "
-            "are there; a trainer with nothing to do takes what it has, from one budget's worth on.",
+            description="How many budgets of samples to hold before a micro-batch of similar lengths is cut from them; "
+            "an idle trainer cuts one as soon as it holds one budget.",
         ),
     ] = 4.0
     fixed_cost_fraction: Annotated[
@@ -34,8 +34,8 @@ class BatchingSettings(Section):
         Field(
             ge=0,
             le=1,
-            description="Fixed cost of a micro-batch, in budgets: the less it is, the more a small micro-batch without "
-            "padding is preferred to a full one with it.",
+            description="Fixed cost of a micro-batch, in budgets: the smaller it is, the more small micro-batches with "
+            "little padding are preferred to full ones with more.",
         ),
     ] = 0.03
     attention_cost_fraction: Annotated[

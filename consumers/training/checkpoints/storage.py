@@ -97,7 +97,7 @@ class CheckpointStorage(Protocol):
         """Undo unfinished writes of older lineages."""
 
     def slot(self, lineage: int, step: int) -> Slot:
-        """Where the checkpoint of a step is to be written."""
+        """The slot to which the checkpoint of a step is written."""
 
     def slots(self) -> list[Slot]:
         """Slots that hold files, in no order; whether these are a checkpoint is not checked."""

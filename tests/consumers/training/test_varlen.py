@@ -106,7 +106,7 @@ def test_packed_log_probs_and_gradients_equal_padded_ones(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_document_is_computed_by_itself(tmp_path: Path, name: str) -> None:
+def test_a_document_is_independent_of_its_neighbours(tmp_path: Path, name: str) -> None:
     """Other tokens in its neighbours change no bit of its log-probs, nor of their gradient."""
     path, batch, found = saved(tmp_path, name), make_micro_batch(3), []
     others = batch.input_ids.copy()
