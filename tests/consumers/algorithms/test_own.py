@@ -46,8 +46,11 @@ def test_the_manuals_example_computes_what_trl_does(directory: Path) -> None:
             {"name": "my_algorithms:SoftAdaptive", "options": {"temperature": 0.0}},
             "expected algorithm.options.temperature",
         ),
-        ({"name": "my_algorithms:SoftAdaptive", "options": {"tau": 1.0}}, "it has temperature, temperature_below"),
-        ({"name": "grpo", "options": {"tau": 1.0}}, "it has none"),
+        (
+            {"name": "my_algorithms:SoftAdaptive", "options": {"tau": 1.0}},
+            "its options: temperature, temperature_below",
+        ),
+        ({"name": "grpo", "options": {"tau": 1.0}}, "its options: none"),
     ],
 )
 def test_what_cannot_be_used_is_refused_in_one_line(directory: Path, given: dict[str, Any], told: str) -> None:

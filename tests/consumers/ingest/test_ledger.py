@@ -43,7 +43,7 @@ async def test_every_record_has_one_outcome() -> None:
     read(ledger, *found)
     ledger.hold(closed([first, second], [poison(third)], 3))
     ledger.mark_trained([first.ref])
-    with pytest.raises(LifecycleError, match="is finished"):
+    with pytest.raises(LifecycleError, match="is already finished"):
         ledger.mark_trained([first.ref])
     counts = ledger.counts()
     assert counts.read == counts.trained + counts.skipped + counts.pending == 3

@@ -131,7 +131,7 @@ def test_a_priority_of_ones_own_is_a_function_by_its_path() -> None:
     for number, tokens in enumerate((9, 3, 5)):
         window.push(group(number, 0, tokens=tokens))
     assert names(window, 3) == ["1", "2", "0"]
-    with pytest.raises(SettingsError, match=r"finite number for group d/7/0, got KeyError: 'nothing'; mend"):
+    with pytest.raises(SettingsError, match=r"finite number for group d/7/0, got KeyError: 'nothing'; correct"):
         open_window(LOOP, IngestSettings(sampling="priority", priority=f"{here}:unable"), lambda: 1).push(group(7, 0))
     with pytest.raises(SettingsError, match="expected a function 'none'"):
         open_window(LOOP, IngestSettings(sampling="priority", priority=f"{here}:none"), lambda: 1)

@@ -51,10 +51,10 @@ def as_shards_without_one(weights: Path) -> None:
     ("harm", "says"),
     [
         (Path.unlink, r"got OSError: Error no file named model\.safetensors"),
-        (cut, r"got SafetensorError: .*, in model\.safetensors of [\d,]+ bytes: cut short"),
+        (cut, r"got SafetensorError: .*, in model\.safetensors of [\d,]+ bytes: truncated"),
         (
             with_another_name,
-            r"all tensors of the model at .*, got none named 'model\.layers\.0\.mlp\.down_proj.* missing",
+            r"all tensors of the model at .*, found none named 'model\.layers\.0\.mlp\.down_proj.* missing",
         ),
         (with_another_shape, r"of shape \(\d+.*, as config\.json at .* has it, got \(1"),
         (as_shards_without_one, r"got FileNotFoundError: .*model-00002-of"),

@@ -98,7 +98,7 @@ def test_damage_is_named_and_ends_with_code_4(stored: Path) -> None:
 
 def test_what_is_no_checkpoint_ends_in_one_line(stored: Path) -> None:
     code, text = call("restore", stored, 7)
-    assert (code, text) == (2, "expected the step, version or name of a checkpoint, got '7'; there are: 1-4, 1-2")
+    assert (code, text) == (2, "expected a checkpoint's step, version or pin, got '7'; there are: 1-4, 1-2")
     assert call("unpin", stored, 2) == (2, "expected a pinned checkpoint, got '2', which has no pin")
 
 

@@ -56,7 +56,7 @@ def test_a_model_whose_weights_are_cut_short_fails(model: Path, tmp_path: Path) 
     broken = shutil.copytree(model, tmp_path / "broken")
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ModelError, match=r"in model\.safetensors of [\d,]+ bytes: cut short"):
+    with pytest.raises(ModelError, match=r"in model\.safetensors of [\d,]+ bytes: truncated"):
         check_model(read_model(settings_of(broken, tmp_path)), str(broken))
 
 

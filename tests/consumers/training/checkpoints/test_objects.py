@@ -199,7 +199,9 @@ def test_a_store_that_cannot_be_reached_is_the_users_to_mend(location: str, monk
     account = json.dumps({"gcs_base_url": "http://127.0.0.1:1", "disable_oauth": True} | NO_KEY)
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", account)
     monkeypatch.setattr(storage_module, "CHECK_PATIENCE", timedelta(seconds=0.1))
-    with pytest.raises(SettingsError, match=r"\Aexpected training.checkpoint_location = .* check .* credentials.*\Z"):
+    with pytest.raises(
+        SettingsError, match=r"\Aexpected to list training.checkpoint_location = .* check .* credentials.*\Z"
+    ):
         check_storage(location)
 
 

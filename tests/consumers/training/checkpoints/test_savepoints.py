@@ -154,7 +154,7 @@ def test_a_trainer_that_started_meanwhile_is_told(local_storage: Storage) -> Non
             CheckpointStore(local_storage.open(), 2).claim_lineage(now=0.0)
 
     object.__setattr__(found.storage, "put_note", and_a_trainer_starts)
-    with pytest.raises(UserError, match="a trainer was started meanwhile; stop the run, and restore again"):
+    with pytest.raises(UserError, match="is restored, but one did; stop the run, and restore again"):
         restore(found, found.find("2"), 7.0)
 
 
@@ -226,7 +226,7 @@ def test_a_step_of_two_lineages_is_named_by_its_version(memory_storage: Storage)
 def test_a_mark_that_is_none_is_named(local_storage: Storage) -> None:
     written(local_storage, 2)
     (Path(local_storage.url) / "rollback.json").write_text(json.dumps({"version": 3}))
-    with pytest.raises(CheckpointError, match=r"expected a rollback in rollback.json of .*; delete it"):
+    with pytest.raises(CheckpointError, match=r"expected a rollback in rollback.json of .*; delete the file"):
         newest(local_storage.open())
 
 
