@@ -183,13 +183,13 @@ def test_without_the_lineage_check_zombies_are_found_in_the_checkpoints(monkeypa
 
 
 def test_rows_that_are_not_sent_again_are_found_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    landed = RejectionWriter._landed
+    landed = RejectionWriter._on_sent
 
     def forget(self: RejectionWriter, row: Any, future: Any) -> None:
         landed(self, row, future)
         self._outbox.clear()
 
-    monkeypatch.setattr(RejectionWriter, "_landed", forget)
+    monkeypatch.setattr(RejectionWriter, "_on_sent", forget)
     assert "lost" in rules_broken("poison", {"lost"}, first=1)
 
 

@@ -97,7 +97,7 @@ _IN_ANOTHER_FILE = f"{CHECKPOINT}save_file"
 """Of a trainer of several ranks the optimizer's state is written elsewhere."""
 POINTS_OF_RANKS: tuple[CrashPoint, ...] = (
     *(point for point in POINTS if not (point.target == _IN_ANOTHER_FILE and "optimizer" in point.argument)),
-    *around("dealing a micro-batch", f"{RANK}learner:DealingLearner._dealt", STEP),
+    *around("dealing a micro-batch", f"{RANK}learner:DealingLearner._deal_rows", STEP),
     *around("gathering the weights", f"{RANK}sharding:GatheredCopy.take", STEP),
     *around("writing the ranks' parts", f"{RANK}policy:RankedPolicy.write_parts", KEPT),
 )
