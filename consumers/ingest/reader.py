@@ -3,7 +3,7 @@
 ``opening.py`` finds where reading starts after a restore, and whether the topic is still the checkpoint's.
 Invariants, each with a test of its name:
 - undecodable_bytes_are_dead_lettered_and_nothing_else_is_lost;
-- a_resumed_reader_neither_repeats_nor_loses_records;
+- a_resumed_reader_neither_repeats_nor_loses;
 - no_group_is_handed_out_before_the_backlog_is_read, as far as the high-water mark allows. So a resumed reader hands out
   the same groups in the same order as one that never stopped;
 - reading_pauses_above_the_high_water_mark, but never while no group is ready: then missing siblings are still on the

@@ -90,7 +90,7 @@ class Window(Generic[T]):
 
 @dataclass
 class SampledGroups:
-    """Closed, usable groups by preference, in place of ``ReadyGroups``. ``step``: gives the number of the next step."""
+    """Closed, usable groups by preference, instead of ``ReadyGroups``. ``step``: gives the number of the next step."""
 
     step: Callable[[], int]
     max_staleness: int

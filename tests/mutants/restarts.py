@@ -43,7 +43,7 @@ RESTARTS = (
         "consumers/ingest/reader.py",
         "finished_groups=ledger.finished_groups.copy(),",
         "finished_groups=ledger.finished_groups,",
-        (f"{INGEST}/test_reader.py::test_a_resumed_reader_neither_repeats_nor_loses_records",),
+        (f"{INGEST}/test_reader.py::test_a_resumed_reader_neither_repeats_nor_loses",),
     ),
     # A restart announces the report of its checkpoint's step again, and none before it.
     Mutant(

@@ -51,7 +51,7 @@ class SkipSummary(Part):
 
 
 class CheckpointManifest(Part):
-    """What a checkpoint holds, and where it stands in its run.
+    """What a checkpoint holds, and its place in the run.
 
     ``frontier``: for each partition, which records of the stream are finished; ``anchors``: for each partition, a
     record to recognise the topic by. ``parent``: the version that this lineage continued from (None: the initial

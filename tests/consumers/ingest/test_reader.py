@@ -174,7 +174,7 @@ async def test_every_record_read_is_trained_skipped_or_pending() -> None:
         assert len(harness.skips()) == counts.skipped
 
 
-async def test_a_resumed_reader_neither_repeats_nor_loses_records() -> None:
+async def test_a_resumed_reader_neither_repeats_nor_loses() -> None:
     harness = ReaderHarness()
     names = [f"d/{number}/0" for number in range(8)]
     # Siblings lie far apart, so that groups end out of order.
