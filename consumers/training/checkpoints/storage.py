@@ -23,6 +23,7 @@ Both implement ``CheckpointStorage``; ``open_storage`` chooses by the location's
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -352,7 +353,8 @@ class LocalStorage:
         """Write a temporary file, sync it, and rename it once."""
         path = self.root / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{TEMPORARY}{path.name}")
+        # A name of its own: two operators may write the same note at the same time.
+        temporary = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}-{path.name}")
         temporary.write_bytes(content)
         sync(temporary)
         temporary.rename(path)

@@ -1,3 +1,5 @@
+import random
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,8 +32,8 @@ def test_orders_that_expired_long_ago_are_not_sent_again() -> None:
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.integers(1, 8), st.lists(st.randoms(use_true_random=False), min_size=1, max_size=6), st.data())
 def test_every_drawn_prompt_is_ordered_whenever_a_dispatcher_ends(
-    window: int, dispatchers: list, data: st.DataObject
-) -> None:  # type: ignore[type-arg]
+    window: int, dispatchers: list[random.Random], data: st.DataObject
+) -> None:
     """Windows leave in any order; each dispatcher ends within one, and the topic is all that the next has."""
     topic: list[int] = []
     for rng in dispatchers:

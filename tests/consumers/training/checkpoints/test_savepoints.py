@@ -1,4 +1,5 @@
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,14 @@ def test_a_pinned_checkpoint_is_not_written_over_by_another_lineage_of_its_step(
     kept = savepoints(storage).find("1-4")
     assert kept.manifest is not None
     assert identity(CheckpointStore(storage.open(), 2).load(kept.manifest)) == (1, 4)
+
+
+def test_two_operators_may_write_the_same_note_at_once(storage: Storage) -> None:
+    contents = [b"%d" % number * 1000 for number in range(40)]
+    opened = storage.open()
+    with ThreadPoolExecutor(4) as operators:
+        list(operators.map(lambda content: opened.put_note("rollback", content), contents))
+    assert opened.note("rollback") in contents
 
 
 def test_a_restore_deletes_nothing(storage: Storage) -> None:

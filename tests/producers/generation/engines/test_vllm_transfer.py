@@ -15,7 +15,7 @@ from streamrl.schemas.errors import EngineError, WeightsError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.weights import groups as weight_groups
 from streamrl.weights.export import WeightExporter
-from streamrl.weights.groups import NcclGroup, _Told
+from streamrl.weights.groups import NcclGroup, _NoControl
 from streamrl.weights.turns import SENT, SendingTurn, SentVersion
 from tests.producers.generation.engines.conftest import SLOTS, KeptDecoder, MakeVersion
 from tests.producers.generation.engines.replay import PROMPTS, load, mixed_forward, sample, sample_and_adopt, worst
@@ -128,10 +128,10 @@ async def test_what_arrives_otherwise_than_it_was_sent_ends_the_engine(
 def test_what_ranks_are_told_over_nccl_is_what_vllms_own_trainer_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl_engine = pytest.importorskip("vllm.distributed.weight_transfer.nccl_engine")
     told: dict[str, Any] = {}
-    client = _Told()
+    client = _NoControl()
     monkeypatch.setattr(client, "init_weight_transfer_engine", lambda info: told.update(meeting=info))
     monkeypatch.setattr(client, "update_weights", lambda info: told.update(tensors=info))
-    monkeypatch.setattr(weight_groups, "_Told", lambda: client)
+    monkeypatch.setattr(weight_groups, "_NoControl", lambda: client)
     monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: object())
     group = NcclGroup("10.0.0.1", 4, 5.0)
     tensors = {"w": torch.zeros(7, 5, dtype=torch.bfloat16), "b": torch.zeros(3)}
