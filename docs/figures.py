@@ -38,7 +38,7 @@ PAGES = ("benchmarks/*.md", "benchmarks/*/README.md", "docs/*.md", "README.md")
 GUARDED = {
     "benchmarks/headline.md": "Measured",
     "benchmarks/reliability.md": "What it costs",
-    "docs/operations.md": "What looking costs",
+    "benchmarks/observation/README.md": "What it costs",
 }
 """Sections in whose tables every number has a source, or is a condition that was given."""
 
