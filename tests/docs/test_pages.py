@@ -176,7 +176,13 @@ KILOBYTES = {
     "docs/architecture.md": 24,
     "docs/code-map.md": 9,
     "docs/concepts.md": 9,
+    "docs/environments.md": 4.5,
+    "docs/gateway.md": 8,
+    "docs/graders.md": 3.5,
     "docs/index.md": 3,
+    "docs/instances.md": 9,
+    "docs/moving.md": 6,
+    "docs/operations.md": 24,
     "docs/reliability.md": 15,
 }
 """The most that a page may have, so that each is read in one sitting."""
