@@ -173,17 +173,27 @@ def test_every_fault_of_a_chaos_run_is_in_the_catalogue() -> None:
 KILOBYTES = {
     "README.md": 9,
     "CONTRIBUTING.md": 5,
+    "docs/algorithms.md": 6,
     "docs/architecture.md": 24,
+    "docs/bad-reward.md": 4,
     "docs/code-map.md": 9,
     "docs/concepts.md": 9,
+    "docs/emulation.md": 4.5,
     "docs/environments.md": 4.5,
     "docs/gateway.md": 8,
+    "docs/gpu.md": 5.5,
     "docs/graders.md": 3.5,
     "docs/index.md": 3,
     "docs/instances.md": 9,
+    "docs/learning-curves.md": 3.5,
     "docs/moving.md": 6,
     "docs/operations.md": 24,
+    "docs/own-reward.md": 3.5,
+    "docs/own-task.md": 7,
+    "docs/python.md": 4,
+    "docs/quickstart.md": 4,
     "docs/reliability.md": 15,
+    "docs/reports.md": 2.5,
 }
 """The most that a page may have, so that each is read in one sitting."""
 
