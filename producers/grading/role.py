@@ -78,7 +78,7 @@ FEATURE = Feature(
         roles=(
             FeatureRole(
                 "grader",
-                help="A grader: scores ungraded trajectories with the functions of rewards.graded.\n\nGraders are "
+                help="A grader: scores ungraded trajectories.\n\nIt uses the functions of rewards.graded. Graders are "
                 "members of one consumer group. Any number of them may run, and each may start or stop at any time.",
                 build=build_grader,
                 has_id=True,

@@ -259,7 +259,7 @@ CASES = (
             "chaos:duplicates",
             "chaos:network-one-way",
             "producers/generation/test_redelivery.py",
-            "consumers/ingest/test_finished_groups.py::test_every_repeat_is_found_since_every_sample_is_known_again",
+            "consumers/ingest/test_finished_groups.py::test_every_repeat_is_found_since_every_sample_of_a_closed_group_is_recognised",
             "bus/kafka/test_publisher.py::"
             "test_while_the_broker_is_away_all_calls_end_in_time_and_once_it_is_back_they_go_on",
             "simulation:thousands",
@@ -279,7 +279,7 @@ CASES = (
         "",
         (
             "chaos:worker-pause",
-            "weights/test_fetch_and_adopt.py::test_latest_wins",
+            "weights/test_fetch_and_adopt.py::test_latest_version_wins",
         ),
     ),
     Case(
@@ -368,7 +368,7 @@ CASES = (
         "Tokens of two processes are never mixed. The late trajectory is a duplicate of another attempt.",
         "",
         (
-            "producers/generation/test_partials.py::test_every_prefix_is_one_process_s",
+            "producers/generation/test_partials.py::test_every_prefix_is_of_one_process",
             "simulation/test_simulation.py::test_tokens_of_two_processes_that_are_joined_are_found",
         ),
     ),
@@ -487,7 +487,7 @@ CASES = (
         "exit code 7 for the crash",
         (
             "deploy/local/test_supervisor.py::test_a_crash_while_stopping_is_reported",
-            "deploy/local/test_supervisor.py::test_a_process_that_a_stranger_stopped_is_restarted",
+            "deploy/local/test_supervisor.py::test_a_process_stopped_by_an_outside_signal_is_restarted",
         ),
     ),
     Case(
@@ -577,7 +577,7 @@ CASES = (
         (
             "pipeline/test_changing_run.py",
             "consumers/standby/test_standby_trainer.py",
-            "deploy/local/test_supervisor.py::test_a_trainer_that_is_superseded_stands_by",
+            "deploy/local/test_supervisor.py::test_a_superseded_trainer_stands_by",
         ),
     ),
     Case(
@@ -591,7 +591,7 @@ CASES = (
         (
             "coordinator/test_coordinator.py::"
             "test_an_end_that_is_undone_while_it_is_told_is_an_error_once_it_is_announced_that_the_run_goes_on",
-            "deploy/local/test_supervisor.py::test_who_left_at_an_end_that_is_undone_comes_back",
+            "deploy/local/test_supervisor.py::test_processes_that_left_at_an_undone_end_are_restarted",
             "simulation/test_simulation.py::"
             "test_who_left_at_an_end_that_a_restore_undoes_comes_back_and_the_run_ends_well",
         ),
@@ -747,8 +747,8 @@ CASES = (
         ("Only the served policy's trainer makes room. No version is evaluated twice, or without an announcement."),
         "",
         (
-            "producers/environments/test_driver.py::test_the_served_policy_ends_groups",
-            "producers/environments/test_driver.py::test_what_a_promoted_policy_never_reads_is_not_waited_for",
+            "producers/environments/test_driver.py::test_only_the_served_policy_ends_groups",
+            "producers/environments/test_driver.py::test_groups_before_a_promoted_policy_are_not_awaited",
             "producers/gateway/test_feedback.py::test_feedback_is_told_which_policy_it_trains",
             "policies/test_evaluating.py::test_a_promotion_is_not_missed_while_the_past_is_read",
         ),
@@ -767,9 +767,9 @@ CASES = (
             "test_weights_of_an_arm_go_down_the_same_chain_and_every_byte_crosses_each_link_once",
             "policies/test_arms.py",
             "policies/test_dispatching.py",
-            "weights/test_fetch_and_adopt.py::test_no_completion_is_of_two_policies",
+            "weights/test_fetch_and_adopt.py::test_no_completion_mixes_two_policies",
             "producers/evaluation/test_worker_samples.py::"
-            "test_no_completion_is_of_two_policies_though_orders_come_while_evaluation_holds_an_arm_up",
+            "test_no_completion_mixes_two_policies_though_orders_come_while_evaluation_holds_an_arm_up",
             "producers/evaluation/test_evaluator.py::"
             "test_what_a_worker_declines_is_ordered_elsewhere_at_once_and_is_no_loss",
             "weights/test_shared_weights.py::"
@@ -855,7 +855,7 @@ CASES = (
         ),
         "`micro-batch split` in the log; rows `out_of_memory`; exit code 2 and what to lower",
         (
-            "consumers/training/test_step.py::test_what_does_not_fit_counts_for_nothing",
+            "consumers/training/test_step.py::test_an_oversized_micro_batch_leaves_the_sums_unchanged",
             "consumers/training/test_out_of_memory.py",
         ),
     ),
@@ -997,7 +997,7 @@ CASES = (
         "a chunk is damaged on the way",
         "The receiver refuses it, asks again and never passes it on.",
         "",
-        ("weights/test_relay_tier.py::test_damage_is_found_at_once_and_only_checked_chunks_are_passed_on",),
+        ("weights/test_relay_tier.py::test_damage_is_found_at_once_and_only_verified_chunks_are_forwarded",),
     ),
     Case(
         "D13",
@@ -1005,7 +1005,7 @@ CASES = (
         "It stays for the reader and for a lease.",
         "",
         (
-            "weights/test_relay_tier.py::test_what_is_read_stays_and_what_nobody_reads_goes",
+            "weights/test_relay_tier.py::test_leased_versions_are_kept_and_unread_ones_deleted",
             "weights/test_relay.py::test_a_version_that_is_read_stays_though_the_trainer_deletes_it",
         ),
     ),
@@ -1052,7 +1052,7 @@ CASES = (
         "Generation stops and its slot is free.",
         "",
         (
-            "producers/gateway/test_gateway.py::test_a_requester_that_leaves_frees_its_slots",
+            "producers/gateway/test_gateway.py::test_a_disconnected_requester_frees_its_slots",
             "producers/gateway/test_clients.py::test_a_client_that_is_gone_frees_its_slot",
         ),
     ),
@@ -1071,7 +1071,7 @@ CASES = (
         (
             "producers/gateway/test_gateway.py::test_without_a_worker_requesters_are_told_so",
             "producers/gateway/test_gateway.py::"
-            "test_done_is_said_once_also_behind_the_error_of_a_request_that_takes_too_long",
+            "test_done_is_sent_once_also_behind_the_error_of_a_request_that_takes_too_long",
             "producers/gateway/test_gateway.py::test_a_failed_engine_is_asked_again_from_the_last_token_on",
             "producers/gateway/test_gateway.py::test_requests_need_no_broker",
         ),
@@ -1082,7 +1082,7 @@ CASES = (
         "Requests beyond the queue get 429 with `Retry-After`. Throughput stays. Training keeps its slots.",
         "",
         (
-            "producers/gateway/test_gateway.py::test_who_is_beyond_the_queue_is_told_so_and_when_to_come_again",
+            "producers/gateway/test_gateway.py::test_requests_beyond_the_queue_are_refused_and_when_to_come_again",
             "producers/gateway/test_gateway.py::test_requests_keep_to_their_slots_and_orders_to_theirs",
         ),
     ),
@@ -1096,7 +1096,7 @@ CASES = (
         "",
         (
             "producers/gateway/test_door.py::test_only_holders_of_a_key_are_answered",
-            "producers/gateway/test_door.py::test_a_foreign_page_cannot_ask",
+            "producers/gateway/test_door.py::test_foreign_pages_are_refused",
             "producers/gateway/test_door.py::test_secrets_are_in_no_log",
             "producers/gateway/test_feedback.py::test_nothing_is_kept_without_consent",
         ),
@@ -1111,7 +1111,7 @@ CASES = (
         "",
         (
             "producers/gateway/test_gateway.py::test_of_200_streams_none_ends_with_a_worker",
-            "producers/gateway/test_gateway.py::test_a_lost_worker_takes_no_request_along",
+            "producers/gateway/test_gateway.py::test_a_lost_worker_loses_no_request",
             "producers/gateway/test_gateway.py::test_without_another_worker_a_stream_ends_with_a_clear_error",
         ),
     ),
@@ -1122,7 +1122,7 @@ CASES = (
         "",
         (
             "producers/gateway/test_feedback.py::test_a_reward_is_never_lost",
-            "producers/gateway/test_feedback.py::test_feedback_may_come_twice",
+            "producers/gateway/test_feedback.py::test_feedback_may_be_repeated",
         ),
     ),
     Case(
@@ -1205,7 +1205,7 @@ CASES = (
             "streamrl/cli/test_secrets.py",
             "pipeline/test_secure_run.py",
             "producers/rewards/test_sandbox.py::"
-            "test_a_reward_is_handed_no_secret_and_no_variable_that_neither_programs_need_nor_the_user_names",
+            "test_reward_processes_get_no_secrets_and_no_variable_that_neither_programs_need_nor_the_user_names",
         ),
     ),
     Case(
@@ -1220,7 +1220,7 @@ CASES = (
         "a dead letter is retried twice at once",
         "It is sent once.",
         "",
-        ("inspection/test_dead_letters.py::test_of_two_at_once_one_sends",),
+        ("inspection/test_dead_letters.py::test_one_of_two_concurrent_retries_sends",),
     ),
 )
 """In the order of their sections."""
