@@ -11,7 +11,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the instance:
 RunPath = Annotated[Path, typer.Option("--run", help="The run's directory, or its name under runs/.")]
 Reason = Annotated[str, typer.Option(help="Why; shown in the logs.")]
 
-algorithms = typer.Typer(help="Trainers that learn from a run's stream: status, pause, resume.", no_args_is_help=True)
+algorithms = typer.Typer(help="Trainers on a run's stream: status, pause, resume.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:
@@ -99,7 +99,7 @@ def status(
     bootstrap_servers: Servers = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
-    """List the trainers that learn from the stream: version, reward, lag, age."""
+    """List the trainers on the stream: version, reward, lag, age."""
     import asyncio
     import json
 

@@ -769,7 +769,7 @@ CASES = (
             "policies/test_dispatching.py",
             "weights/test_fetch_and_adopt.py::test_no_completion_mixes_two_policies",
             "producers/evaluation/test_worker_samples.py::"
-            "test_no_completion_mixes_two_policies_though_orders_come_while_evaluation_holds_an_arm_up",
+            "test_no_completion_mixes_two_policies_though_orders_come_while_evaluation_delays_an_arm",
             "producers/evaluation/test_evaluator.py::"
             "test_what_a_worker_declines_is_ordered_elsewhere_at_once_and_is_no_loss",
             "weights/test_shared_weights.py::"
@@ -1205,7 +1205,7 @@ CASES = (
             "streamrl/cli/test_secrets.py",
             "pipeline/test_secure_run.py",
             "producers/rewards/test_sandbox.py::"
-            "test_reward_processes_get_no_secrets_and_no_variable_that_neither_programs_need_nor_the_user_names",
+            "test_reward_processes_get_no_secrets_and_only_variables_that_programs_need_or_the_user_names",
         ),
     ),
     Case(
