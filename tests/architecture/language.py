@@ -80,16 +80,15 @@ def language_of(root: Path) -> Language:
 
 
 def pages_by_hand(root: Path) -> list[Path]:
-    """README, CONTRIBUTING and the pages of the manual that no program writes."""
-    pages = [path for path in sorted((root / "docs").rglob("*.md")) if path.name not in GENERATED]
-    return [path for path in (root / "README.md", root / "CONTRIBUTING.md", *pages) if path.exists()]
+    """The pages of the manual that no program writes."""
+    return [path for path in sorted((root / "docs").rglob("*.md")) if path.name not in GENERATED]
 
 
 def passages_of(root: Path) -> Iterator[Passage]:
     """Docstrings, comments and messages of the product, then the pages."""
     for path, _, text in files_of(root):
         yield from _of_module(str(path), text)
-    for path in pages_by_hand(root):
+    for path in (root / "README.md", root / "CONTRIBUTING.md", *pages_by_hand(root)):
         yield from _of_page(str(path.relative_to(root)), path.read_text())
 
 

@@ -9,6 +9,9 @@ Prints a table and, for this tree, writes ``benchmarks/results/shape.json``. Wha
 * constructors over ten: classes whose constructor, written or of a dataclass, takes more than ten values;
 * policies outside: files that name several policies' parts (instances, promotions, splits, arms) outside of
   ``streamrl/policies``;
+* settings: rows of ``docs/settings.md``;
+* docs by hand: bytes of the pages of ``docs/`` that no program writes, and words a sentence in them and in docstrings;
+* base packages: those of ``requirements.txt``, and the megabytes of those that are installed here;
 * a trajectory's way: the files that ``docs/code-map.md`` lists, and the layers of ours that it crosses to be published.
 """
 
@@ -22,9 +25,11 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from benchmarks.conditions import rounded
+from tests.architecture.language import language_of
 from tests.architecture.sources import ROOT, files_of, package_of, parsed, room_of
 
 RESULT = ROOT / "benchmarks" / "results" / "shape.json"
@@ -81,6 +86,12 @@ class Shape:
     constructors_over_ten: int
     policy_files_outside: int
     features_removable: int
+    settings: int
+    docs_bytes_by_hand: int
+    sentence_words_mean: float
+    dialect_words: int
+    base_packages: int
+    base_mb: float
 
 
 def modules_of(root: Path) -> list[Module]:
@@ -100,6 +111,8 @@ def shape_of(root: Path) -> Shape:
     for module in everything:
         by_package[package_of(module.name)] += module.text.count("\n")
     way, layers = code_map(root)
+    language = language_of(root)
+    packages = re.findall(r"^([\w.-]+)==", (root / "requirements.txt").read_text(), re.MULTILINE)
     return Shape(
         files=len(everything),
         modules=len(modules),
@@ -128,7 +141,22 @@ def shape_of(root: Path) -> Shape:
             for module in everything
         ),
         features_removable=sum(module.name.endswith(".role") for module in everything),
+        settings=len(re.findall(r"^\| `", (root / "docs" / "settings.md").read_text(), re.MULTILINE)),
+        docs_bytes_by_hand=language.docs_bytes_by_hand,
+        sentence_words_mean=language.sentence_words_mean,
+        dialect_words=language.dialect_words,
+        base_packages=len(packages),
+        base_mb=sum(map(_installed_bytes, packages)) / 1e6,
     )
+
+
+def _installed_bytes(package: str) -> int:
+    """Of its files on this machine; 0 if it is not installed."""
+    try:
+        files = metadata.distribution(package).files or ()
+    except metadata.PackageNotFoundError:
+        return 0
+    return sum(file.size or 0 for file in files)
 
 
 def code_map(root: Path) -> tuple[list[str], list[str]]:
@@ -255,6 +283,10 @@ def table(shape: Shape) -> str:
         ("constructors over ten values", f"{shape.constructors_over_ten}"),
         ("files that name several policies", f"{shape.policy_files_outside}"),
         ("optional features", f"{shape.features_removable}"),
+        ("settings", f"{shape.settings}"),
+        ("docs by hand, bytes", f"{shape.docs_bytes_by_hand:,}"),
+        ("words a sentence (odd words in all)", f"{shape.sentence_words_mean:.1f} ({shape.dialect_words})"),
+        ("base packages (MB)", f"{shape.base_packages} ({shape.base_mb:,.0f})"),
         ("largest package's share", f"{shape.largest_room_share:.0%}"),
     )
     return "\n".join(f"{name:<36}{figure}" for name, figure in rows)
@@ -278,6 +310,12 @@ WRITTEN = (
     "constructors_over_ten",
     "policy_files_outside",
     "features_removable",
+    "settings",
+    "docs_bytes_by_hand",
+    "sentence_words_mean",
+    "dialect_words",
+    "base_packages",
+    "base_mb",
 )
 
 
