@@ -68,10 +68,10 @@ class InstanceHarness:
             WeightsReady, version=PolicyVersion(1, number), step=number, manifest_sha256="0" * 64, relays=("http://r",)
         )
 
-    def instance(self, begin: Any = "beginning", **changes: Any) -> FollowingTrainer:
+    def instance(self, begin: Any = "beginning", within_s: float = 0.5, **changes: Any) -> FollowingTrainer:
         ingest = changes.pop("ingest", IngestSettings()).model_copy(update={"attach_from": begin})
         context = self.own.context(policy=NAME, algorithm=AlgorithmSettings(name="rloo"), ingest=ingest, **changes)
-        return FollowingTrainer(context, beat_s=0.05, attached_within_s=0.5)
+        return FollowingTrainer(context, beat_s=0.05, attached_within_s=within_s)
 
     @asynccontextmanager
     async def running(self, role: FollowingTrainer) -> AsyncIterator["asyncio.Task[None]"]:
@@ -230,6 +230,12 @@ async def test_attached_from_now_it_leaves_what_was_there_to_one_row_a_partition
     assert len(harness.own.skips()) <= LOOP.trajectory_partitions
     found = (await harness.balances())[NAME]
     assert (found.skipped, found.trained, found.pending) == ({"before_attach": 8}, 8, 0)
+
+
+async def test_an_instance_that_is_attached_starts_however_long_it_reads_that(harness: InstanceHarness) -> None:
+    await harness.attach()
+    async with harness.running(harness.instance(within_s=0.0)):
+        await harness.own.until_version(1, 2)
 
 
 async def test_a_paused_instance_takes_nothing_and_goes_on_where_it_was(harness: InstanceHarness) -> None:

@@ -275,7 +275,7 @@ def test_a_history_that_is_sorted_by_clocks_is_found_to_deadlock(monkeypatch: py
         messages: list[StepReport | SkipRecord] = [*self.reports, *self.rows]
         return iter(sorted(messages, key=lambda message: message.sent_at))
 
-    monkeypatch.setattr(_TrainerRecords, "in_order_of_causes", by_time)
+    monkeypatch.setattr(_TrainerRecords, "in_causal_order", by_time)
     assert "liveness" in rules_broken("clocks", {"liveness"}, first=2)
 
 
