@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.audit.made_up import ALGORITHM, GROUP, MadeUpRun
 from benchmarks.conditions import conditions
 from streamrl.bus.embedded.cluster import start_cluster
-from streamrl.bus.history import BusHistory, KeptHistory
+from streamrl.bus.history import BusHistory, ConnectedHistory
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.kafka.topic_admin import apply_topics
@@ -83,9 +83,9 @@ async def _measure(options: argparse.Namespace, servers: str, path: Path) -> dic
     return result
 
 
-def _kept(bus: KafkaBus) -> KeptHistory:
+def _kept(bus: KafkaBus) -> ConnectedHistory:
     """As the dashboard reads."""
-    return KeptHistory(bus.for_single_records(), Fold(RUN).topics, "bench", bulk=bus)
+    return ConnectedHistory(bus.for_single_records(), Fold(RUN).topics, "bench", bulk=bus)
 
 
 def _tell(done: int, total: int) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from streamrl.bus.listening import Listening
+from streamrl.bus.listening import HeartbeatReader
 from streamrl.bus.port import Bus, Record, Subscription, TransactionalPublisher, message_of
 from streamrl.coordinator.announcer import AnnouncedRelays, ControlAnnouncer
 from streamrl.coordinator.policies import CoordinatorContext, Followed, OnePolicyControl, PolicyControl
@@ -21,10 +21,10 @@ from streamrl.coordinator.scaling import FleetBounds, FleetWatch
 from streamrl.coordinator.settings import CoordinatorSettings, ScalingSettings
 from streamrl.coordinator.state import ACTIONS, CoordinatorState, Liveness, Membership, VersionLedger, decide
 from streamrl.schemas.control import OperatorCommand, WeightsReady
-from streamrl.schemas.errors import EndUndone
+from streamrl.schemas.errors import FinishedRunContinues
 from streamrl.schemas.evaluation import EvaluationReport
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.messages import WIRE_VERSION, is_near_version
+from streamrl.schemas.messages import WIRE_VERSION, is_compatible_wire_version
 from streamrl.schemas.reports import Heartbeat, RelayBeat, StepReport
 from streamrl.schemas.settings import LoopSettings
 from streamrl.weights.relay.chain import RelayMembership
@@ -89,7 +89,7 @@ class Coordinator:
         Produces: control.
         Waits for: any of the three.
         On failure: raises; a restart replays the topics and continues. ``Superseded``: another coordinator took over.
-            ``EndUndone``: it announced the end of the run, and the run goes on; its successor continues.
+            ``FinishedRunContinues``: it announced the end of the run, and the run goes on; its successor continues.
         On stop: closes its clients; its announcements stay on the compacted topic.
         """
         # A cancellation may come before all clients are open, or while one is being closed: the others are closed too.
@@ -166,7 +166,7 @@ class Presence:
     def taking_orders(self, now: float) -> list[str]:
         """Living workers, except those whose wire version is too different: their orders would wait for ever."""
         alive = self.members.with_liveness(Liveness.ALIVE, now)
-        return [worker for worker, beat in self.members if worker in alive and is_near_version(beat.wire)]
+        return [worker for worker, beat in self.members if worker in alive and is_compatible_wire_version(beat.wire)]
 
 
 @dataclass
@@ -286,7 +286,7 @@ class CoordinatorSession:
                 log.info("weights announced", version=str(report.version), step=report.step, policy=policy)
         if report is not None and not report.finished and self.end.announced is not None:
             # After a restore, or damage to the last checkpoint. Processes that read the end first leave nevertheless.
-            raise EndUndone(
+            raise FinishedRunContinues(
                 f"expected nothing after step {self.end.announced}, announced as the last, got weights "
                 f"{report.version} of step {report.step}: the run goes on. `streamrl run` restarts its own processes "
                 "that have left; restart those on other machines that nothing keeps alive"
@@ -363,7 +363,7 @@ class CoordinatorSession:
         """
         ends, caught_up = await others.end_offsets(), False  # no claims before all present heartbeats are read
         presence = self.presence
-        listening = Listening(others, presence.members.timeout_s, presence.extend, self.coordinator.clock)
+        listening = HeartbeatReader(others, presence.members.timeout_s, presence.extend, self.coordinator.clock)
         while not stop.is_set():
             self.coordinator.on_tick(LOOPS[1])
             for record in await listening.poll(POLL_S):
@@ -390,14 +390,14 @@ class CoordinatorSession:
 
     def _observe(self, heartbeat: Heartbeat, at: float) -> None:
         worker = heartbeat.worker_id
-        if self.presence.members.is_former(worker, heartbeat.incarnation):
+        if self.presence.members.was_replaced(worker, heartbeat.incarnation):
             self._claim_again(heartbeat, at)
         elif self.watch is not None:
             self.watch.heard(heartbeat)
         if (liveness := self.presence.members.hear(heartbeat, at)) is not None:
             log.info("worker changed", worker=worker, liveness=liveness.value)
             self.presence.lost.discard(worker)
-            if liveness is Liveness.ALIVE and not is_near_version(heartbeat.wire):
+            if liveness is Liveness.ALIVE and not is_compatible_wire_version(heartbeat.wire):
                 log.warning("worker gets no orders", worker=worker, wire=heartbeat.wire, expected=WIRE_VERSION)
 
     def _claim_again(self, heartbeat: Heartbeat, at: float) -> None:

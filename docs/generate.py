@@ -32,7 +32,7 @@ from docs.tables import code, plain, prose, table
 from streamrl.cli.app import app
 from streamrl.schemas.control import Control
 from streamrl.schemas.messages import Message
-from streamrl.schemas.topics import CATALOGUE, DAY_MS, HOUR_MS, OF_AN_INSTANCE, Topic
+from streamrl.schemas.topics import CATALOGUE, DAY_MS, HOUR_MS, INSTANCE_TOPICS, Topic
 from streamrl.settings.explaining import explain
 from streamrl.settings.keys import known_keys
 from streamrl.settings.tree import Settings
@@ -113,7 +113,7 @@ def topics_page() -> str:
     lines += [*table(("topic", "message", "key", "writers", "readers"), [_users_row(topic) for topic in CATALOGUE]), ""]
     lines += ["## How much is kept", ""]
     lines += [*table(("topic", "partitions", "kept", "largest record"), [_size_of(topic) for topic in CATALOGUE]), ""]
-    own = ", ".join(code(topic.name) for topic in OF_AN_INSTANCE)
+    own = ", ".join(code(topic.name) for topic in INSTANCE_TOPICS)
     lines += [f"An [attached instance](instances.md) has {own} of its own, as `RUN.policy.NAME.steps` and so on.", ""]
     for topic in CATALOGUE:
         for message in _messages(topic):

@@ -227,7 +227,7 @@ def decode(value: bytes | None, headers: Headers) -> Message:
         raise MalformedFrame(_first_problem(kind.schema, error)) from error
 
 
-def header_of(value: bytes | None, headers: Headers) -> tuple[dict[str, Any], memoryview]:
+def split_frame(value: bytes | None, headers: Headers) -> tuple[dict[str, Any], memoryview]:
     """The plain fields of a frame, not validated, and the bytes after its header; for displays of many records.
 
     Raises:
@@ -283,12 +283,10 @@ def peek_trajectory_id(value: bytes | None, headers: Headers, schema: str = Traj
     return name if isinstance(name, str) and 0 < len(name) <= _NAME_LIMIT else None
 
 
-def beginning_of_text(
-    model: type[Message], name: str, fields: dict[str, Any], body: memoryview, characters: int
-) -> str:
+def text_prefix(model: type[Message], name: str, fields: dict[str, Any], body: memoryview, characters: int) -> str:
     """The first ``characters`` of a long text, or all of a shorter one, without decoding the rest.
 
-    ``fields`` and ``body``: the result of ``header_of``.
+    ``fields`` and ``body``: the result of ``split_frame``.
 
     Raises:
         MalformedFrame: the lengths do not fit the frame.
@@ -343,7 +341,7 @@ def _split(value: bytes | None, kind: _Kind) -> tuple[dict[str, Any], memoryview
     header = value[_PREFIX.size : end]
     try:
         if header_size > _SMALL_HEADER:
-            refuse_many_items(header, kind.max_items)
+            refuse_too_many_items(header, kind.max_items)
         # msgpack does not pass the timestamp extension to ``ext_hook``. As a datetime (3), no field accepts it.
         fields = msgpack.unpackb(header, strict_map_key=True, ext_hook=_refuse_ext, timestamp=3)
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError, IndexError) as error:
@@ -353,7 +351,7 @@ def _split(value: bytes | None, kind: _Kind) -> tuple[dict[str, Any], memoryview
     return fields, memoryview(value)[end:]
 
 
-def refuse_many_items(data: bytes, limit: int) -> None:
+def refuse_too_many_items(data: bytes, limit: int) -> None:
     """Refuse msgpack bytes with too many values before unpacking them: a byte takes up to 200 bytes once unpacked.
 
     Reads over the bytes and keeps no value.
@@ -435,7 +433,7 @@ def _refuse_ext(code: int, _data: bytes) -> Any:
     raise MalformedFrame(f"expected plain msgpack, got extension type {code}")
 
 
-def named_error(headers: Iterable[tuple[str, bytes]]) -> str:
+def dead_letter_error_class(headers: Iterable[tuple[str, bytes]]) -> str:
     """The class of the error that made a record a dead letter."""
     # If a header comes twice, the last one counts, here and in ``_named_kind``.
     return (dict(headers).get("dlq-error-class") or b"(none)").decode(errors="replace")

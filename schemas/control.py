@@ -6,7 +6,7 @@ from pydantic import Field, TypeAdapter
 
 from streamrl.schemas.errors import IdentityError
 from streamrl.schemas.identifiers import SERVED_POLICY, PolicyVersion
-from streamrl.schemas.messages import Message, refuse_far_version
+from streamrl.schemas.messages import Message, check_wire_version
 from streamrl.schemas.trajectories import Part, ShortText
 from streamrl.schemas.weights import Sha256
 
@@ -213,7 +213,7 @@ class RunIdentity(Message):
     lineage: Annotated[int, Field(ge=0)] = 0
     claim_id: ShortText = ""
 
-    def is_held_like(self, other: "RunIdentity") -> bool:
+    def has_same_owner_as(self, other: "RunIdentity") -> bool:
         """Whether both name the same run with the same owner."""
         mine, theirs = ((one.run_id, one.adoptions, one.holder, one.since) for one in (self, other))
         return mine == theirs
@@ -225,14 +225,14 @@ class RunIdentity(Message):
 
 IDENTITY_KEY = "identity"
 """Compaction key of the identity on the control topic. The last record is valid."""
-SEEN_KEY = f"{IDENTITY_KEY}/seen"
+MARKER_KEY = f"{IDENTITY_KEY}/seen"
 """Key of an empty marker record (a tombstone). A reader that reaches it has read everything written before it.
 
 This holds for every broker node that answers.
 """
 
 
-def refuse_stranger(run: str, expected: str | None, found: RunIdentity) -> None:
+def check_run_identity(run: str, expected: str | None, found: RunIdentity) -> None:
     """Refuse a run that this process cannot understand, and another run of the same name.
 
     ``expected``: the run id in the process's directory; None if the directory holds none, as on another machine.
@@ -241,7 +241,7 @@ def refuse_stranger(run: str, expected: str | None, found: RunIdentity) -> None:
         WireVersionError: the trainer's wire version is too far from this process's.
         IdentityError: the topics belong to another run.
     """
-    refuse_far_version(f"the trainer of run {run}", found.wire)
+    check_wire_version(f"the trainer of run {run}", found.wire)
     if expected is not None and expected != found.run_id:
         raise IdentityError(
             f"expected the topics of run {run} to belong to {expected}, as the run's directory says, got topics of "

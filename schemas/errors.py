@@ -138,7 +138,7 @@ class LifecycleError(StreamRLError):
     """An illegal transition in a state machine: a bug in this project."""
 
 
-class EndUndone(StreamRLError):
+class FinishedRunContinues(StreamRLError):
     """The trainer continues a run after its end was announced. Processes that exited have to be started again."""
 
     exit_code = 6
@@ -181,7 +181,7 @@ def is_interrupted(error: BaseException) -> bool:
     return any(isinstance(each, KeyboardInterrupt) for each in causes_of(error))
 
 
-def lacks_room(error: BaseException | None) -> bool:
+def is_disk_full_error(error: BaseException | None) -> bool:
     """Whether a full disk, an exhausted quota or a file-size limit caused an error."""
     return any(_says_no_room(each) for each in causes_of(error))
 

@@ -3,7 +3,7 @@
 from ipaddress import ip_address
 
 
-def is_our_host(host: str, served: str) -> bool:
+def is_own_host(host: str, served: str) -> bool:
     """Whether a request's Host header names this server: an IP address, localhost or ``served``.
 
     DNS rebinding needs a name, so an address is safe.

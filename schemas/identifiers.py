@@ -56,7 +56,7 @@ def scope_of(run: str, policy: str = SERVED_POLICY) -> str:
     return run if policy == SERVED_POLICY else f"{run}{_SCOPE}{policy}"
 
 
-def run_and_policy(scope: str) -> tuple[str, str]:
+def parse_scope(scope: str) -> tuple[str, str]:
     """The run and the policy of a scope."""
     run, found, policy = scope.rpartition(_SCOPE)
     return (run, policy) if found and run and policy else (scope, SERVED_POLICY)
@@ -64,7 +64,7 @@ def run_and_policy(scope: str) -> tuple[str, str]:
 
 def policy_in(scope: str) -> str | None:
     """The policy name in messages of this scope; None for the policy that the run starts with."""
-    policy = run_and_policy(scope)[1]
+    policy = parse_scope(scope)[1]
     return None if policy == SERVED_POLICY else policy
 
 

@@ -30,7 +30,7 @@ PAUSE_S = 0.2
 log = structlog.get_logger()
 
 
-def import_again(call: Callable[[], T], name: str) -> T:
+def retry_import(call: Callable[[], T], name: str) -> T:
     """The result of ``call()``, retried after a failure by CPython's race, with at most ``ATTEMPTS`` attempts in all.
 
     ``name``: the imported module, for the log.
@@ -42,14 +42,14 @@ def import_again(call: Callable[[], T], name: str) -> T:
         try:
             return call()
         except Exception as error:
-            if not is_by_chance(error):
+            if not is_import_race(error):
                 raise
             log.warning("an import failed because of another thread's, trying again", name=name, attempt=attempt)
             time.sleep(PAUSE_S)
     return call()
 
 
-def is_by_chance(error: BaseException | None) -> bool:
+def is_import_race(error: BaseException | None) -> bool:
     """Whether CPython's race caused this error, directly or further up the chain of causes."""
     return any(
         isinstance(each, SystemError) and "recursion depth mismatch" in str(each)
@@ -57,7 +57,7 @@ def is_by_chance(error: BaseException | None) -> bool:
     )
 
 
-def own_command(module: str, *arguments: str) -> list[str]:
+def module_command(module: str, *arguments: str) -> list[str]:
     """The command line that runs a module of this project with this interpreter.
 
     ``-P``: a file in the working directory, for example json.py, does not replace a module that the command imports.
@@ -79,7 +79,7 @@ def load_function(path: str, error: type[UserError] = SettingsError) -> Callable
         # Appended and not prepended: a user's file must not hide an installed module from this project's imports.
         sys.path.append(here)
     try:
-        module = import_again(lambda: importlib.import_module(module_name), module_name)
+        module = retry_import(lambda: importlib.import_module(module_name), module_name)
     except Exception as cause:
         message = f"expected to import {module_name!r} for {path!r}, got {type(cause).__name__}: {cause}"
         package = module_name.partition(".")[0]

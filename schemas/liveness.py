@@ -49,7 +49,7 @@ class LastBeats(Generic[Beat]):
 
     def observe(self, name: str, beat: Beat, now: float) -> bool:
         """Record a heartbeat; False if it is a repeat or comes from a replaced incarnation."""
-        if self.is_former(name, beat.incarnation):
+        if self.was_replaced(name, beat.incarnation):
             return False
         last = self._last.get(name)
         if last is not None and last.beat.incarnation != beat.incarnation:
@@ -59,7 +59,7 @@ class LastBeats(Generic[Beat]):
         self._last[name] = _Last(beat, now)
         return True
 
-    def is_former(self, name: str, incarnation: str) -> bool:
+    def was_replaced(self, name: str, incarnation: str) -> bool:
         """Whether another incarnation has taken over the name."""
         return (name, incarnation) in self._former
 

@@ -20,18 +20,18 @@ value or a schema version.
 """
 
 
-def is_near_version(wire: int) -> bool:
+def is_compatible_wire_version(wire: int) -> bool:
     """Whether this process may work with one of wire version ``wire``: the same, the one before or the one after."""
     return abs(wire - WIRE_VERSION) <= 1
 
 
-def refuse_far_version(who: str, wire: int) -> None:
+def check_wire_version(who: str, wire: int) -> None:
     """Refuse a process whose wire version is too far from this process's.
 
     Raises:
         WireVersionError: the wire versions differ by more than one.
     """
-    if is_near_version(wire):
+    if is_compatible_wire_version(wire):
         return
     older = "this process" if wire > WIRE_VERSION else who
     raise WireVersionError(

@@ -164,7 +164,7 @@ class DecodeCurve:
         return low + (high - low) * (batch - before) / (after - before)
 
 
-TYPICAL_CURVE = DecodeCurve(DecodeSettings())
+DEFAULT_CURVE = DecodeCurve(DecodeSettings())
 """Curve for a worker that was not measured."""
 
 

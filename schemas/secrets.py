@@ -39,7 +39,7 @@ def without_credentials(url: str | None) -> str | None:
     return url
 
 
-def revealed(secret: SecretStr | None, *key: str) -> str | None:
+def secret_value(secret: SecretStr | None, *key: str) -> str | None:
     """The secret itself, for the library that needs it.
 
     Raises:

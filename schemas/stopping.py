@@ -2,7 +2,8 @@
 
 A command calls ``handle_signals`` first. From then on a signal interrupts the main thread at any point, as Ctrl-C does
 in Python: ``KeyboardInterrupt`` is raised, and within ``asyncio.run`` the task is cancelled. A loop that stops in its
-own way uses ``until_asked`` instead. This module imports almost nothing, because it is loaded before everything else.
+own way uses ``stop_requests_handled_by`` instead. This module imports almost nothing, because it is loaded before
+everything else.
 
 Invariants:
 - the_first_signal_requests_a_stop_and_the_second_ends_at_once: the second skips all clean-up, as the clean-up may hang;
@@ -81,7 +82,7 @@ def exit_code(after_ctrl_c: int = 128 + signal.SIGINT) -> int:
     return after_ctrl_c if first in (None, signal.SIGINT) else 128 + first
 
 
-def say_stopped() -> None:
+def report_stopped() -> None:
     """Print to standard error, once, that this command was stopped."""
     if not _requests.is_reported:
         _requests.is_reported = True
@@ -92,13 +93,13 @@ def say_stopped() -> None:
             sys.stderr.flush()
 
 
-def said_by_itself() -> None:
-    """Note that the command has printed its own message about the stop, so ``say_stopped`` prints none."""
+def mark_stop_reported() -> None:
+    """Note that the command has printed its own message about the stop, so ``report_stopped`` prints none."""
     _requests.is_reported = True
 
 
 @contextmanager
-def until_asked(on_ask: Callable[[signal.Signals], object]) -> Iterator[None]:
+def stop_requests_handled_by(on_ask: Callable[[signal.Signals], object]) -> Iterator[None]:
     """Within the block, the first request calls ``on_ask`` in the running event loop and interrupts nothing.
 
     If a request came before and was lost in a clean-up, ``on_ask`` is called at once. Only for the main thread.
@@ -130,7 +131,7 @@ def held() -> Iterator[None]:
     """Delays interrupts: a request during the block interrupts at the block's end.
 
     For code that starts processes, and for clean-up that takes time. Does nothing where no signal interrupts: in other
-    threads and within ``until_asked``.
+    threads and within ``stop_requests_handled_by``.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or _requests.is_held or _requests.on_request is not None or _requests.is_over:

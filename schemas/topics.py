@@ -5,7 +5,7 @@ from typing import Literal
 
 from streamrl.schemas.control import OperatorCommand, RunIdentity, WeightsReady
 from streamrl.schemas.evaluation import EvaluationOrder, EvaluationReport
-from streamrl.schemas.identifiers import PARTIAL_PARTITIONS, WORK_ORDER_PARTITIONS, run_and_policy
+from streamrl.schemas.identifiers import PARTIAL_PARTITIONS, WORK_ORDER_PARTITIONS, parse_scope
 from streamrl.schemas.messages import Message
 from streamrl.schemas.reports import (
     CarriedOver,
@@ -66,7 +66,7 @@ class Topic:
 
         The prefix is ``scope`` if the topic is ``per_instance``, otherwise the name of the scope's run.
         """
-        return f"{scope if self.per_instance else run_and_policy(scope)[0]}.{self.name}"
+        return f"{scope if self.per_instance else parse_scope(scope)[0]}.{self.name}"
 
     def partition_count(self, trajectory_partitions: int) -> int:
         """Number of partitions, given buckets × shards."""
@@ -252,4 +252,4 @@ CATALOGUE: tuple[Topic, ...] = (
     EVALUATION_SAMPLES,
     EVALUATIONS,
 )
-OF_AN_INSTANCE = tuple(topic for topic in CATALOGUE if topic.per_instance)
+INSTANCE_TOPICS = tuple(topic for topic in CATALOGUE if topic.per_instance)

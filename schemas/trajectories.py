@@ -442,7 +442,7 @@ def aborted_trajectory(
     """
     names = tuple(rewards)
     return Trajectory(
-        **origin_of(order, sample_index),
+        **fields_from_order(order, sample_index),
         prompt_token_ids=[],
         token_ids=[],
         logprobs=[],
@@ -459,7 +459,7 @@ def aborted_trajectory(
     )
 
 
-def origin_of(order: WorkOrder, sample_index: int) -> dict[str, Any]:
+def fields_from_order(order: WorkOrder, sample_index: int) -> dict[str, Any]:
     """The fields of a trajectory that it takes from its order and its sample index."""
     return {
         "trajectory_id": make_trajectory_id(order.group_id, sample_index),

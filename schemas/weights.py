@@ -22,10 +22,10 @@ SERIES = "arms"
 
 The word comes from their first use. It stays, because processes of other releases ask for it.
 """
-INCOMING = ".incoming-"
+INCOMING_PREFIX = ".incoming-"
 """Prefix of a version's directory while the version arrives, at a worker or a relay."""
 MANIFEST = "manifest.json"
-TEMPORARY = ".tmp-"
+TEMPORARY_PREFIX = ".tmp-"
 """Prefix of names of incomplete or deleted entries, in the weights store and among checkpoints."""
 RUN = ".run"
 """File next to copies of versions that holds their run's id."""
@@ -194,13 +194,13 @@ def _chunks(path: Path, chunk_bytes: int) -> Iterator[bytes]:
             yield chunk
 
 
-def run_noted(root: Path) -> str | None:
+def read_run_id(root: Path) -> str | None:
     """The id of the run whose versions a directory holds; None if it was not recorded."""
     noted = root / RUN
     return noted.read_text() if noted.exists() else None
 
 
-def note_run(root: Path, run_id: str) -> None:
+def write_run_id(root: Path, run_id: str) -> None:
     """Record the run whose versions a directory holds.
 
     A rename makes the write atomic, because processes that share the directory all write the same id and read it.
@@ -213,7 +213,7 @@ def note_run(root: Path, run_id: str) -> None:
 def version_in(name: str) -> PolicyVersion | None:
     """The version that a directory name belongs to, complete or incoming; None if it is no version's directory."""
     try:
-        return PolicyVersion.parse("-".join(name.removeprefix(INCOMING).split("-")[:2]))
+        return PolicyVersion.parse("-".join(name.removeprefix(INCOMING_PREFIX).split("-")[:2]))
     except ValueError:
         return None
 

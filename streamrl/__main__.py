@@ -21,7 +21,7 @@ def main() -> None:
 
         if not is_interrupted(error):
             raise
-        stopping.say_stopped()
+        stopping.report_stopped()
         sys.exit(stopping.exit_code())
     finally:
         stopping.is_over()

@@ -82,7 +82,7 @@ class StreamedRollouts:
                 f"{len(prompts)}; set per_device_train_batch_size and steps_per_generation accordingly"
             )
         if self._groups is None:
-            self._groups = whole_groups(self._examples, size)
+            self._groups = complete_groups(self._examples, size)
         found = [example for _ in range(len(prompts) // size) for example in next(self._groups)]
         return {
             "prompt_ids": [example["prompt_ids"].tolist() for example in found],
@@ -105,7 +105,7 @@ def reward_of(rewards: Mapping[str, float], weights: Mapping[str, float]) -> flo
     return total_reward({name: value for name, value in rewards.items() if not math.isnan(value)}, weights)
 
 
-def whole_groups(examples: Iterable[Example], size: int) -> Iterator[list[Example]]:
+def complete_groups(examples: Iterable[Example], size: int) -> Iterator[list[Example]]:
     """Complete groups in the order in which their last members arrived, each at most once; members by trajectory id.
 
     Raises:

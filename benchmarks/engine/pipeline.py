@@ -20,7 +20,7 @@ from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.kafka.topic_admin import apply_topics
 from streamrl.bus.port import Outgoing, Publisher, Subscription
-from streamrl.planning.measuring import relay_of
+from streamrl.planning.measuring import open_relay
 from streamrl.schemas.control import WeightsReady
 from streamrl.schemas.identifiers import PolicyVersion, make_group_id, make_prompt_id, partition_of_worker
 from streamrl.schemas.reports import Heartbeat, WorkerState
@@ -153,7 +153,7 @@ async def running_pipeline(
     )
     del tensors
     publisher = await bus.publisher("bench")
-    async with relay_of(folder / "weights") as relay:
+    async with open_relay(folder / "weights") as relay:
         ready = WeightsReady(
             sequence=0, sent_at=time.time(), version=FIRST, step=0, manifest_sha256=sha256, relays=(relay,)
         )

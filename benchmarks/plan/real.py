@@ -17,7 +17,7 @@ import tomli_w
 from benchmarks.commands import STREAMRL, output_of
 from benchmarks.plan.trial import row_of
 from benchmarks.small_model import END, build, save
-from streamrl.planning.planner import expecting, measured_settings, recorded_lengths
+from streamrl.planning.planner import measured_settings, recorded_lengths, with_recorded_lengths
 from streamrl.planning.prediction import CachedPrompts, simulate
 from streamrl.producers.prompts.sources import open_source
 from streamrl.schemas.profiles import DeviceProfile
@@ -94,7 +94,7 @@ class RealEngine:
         lengths = recorded_lengths(self.recorded)
         for case in cases:
             settings = load_settings(self.config(case, "predicted", seed=0), [])
-            with expecting(measured_settings(settings, profile, profile), lengths) as expected:
+            with with_recorded_lengths(measured_settings(settings, profile, profile), lengths) as expected:
                 source = CachedPrompts(open_source(expected.data, run_seed=expected.run.seed))
                 predicted = simulate(expected, source, steps=self.steps, transfer_s=profile.weight_transfer_s)
             config = self._run(case, seed=0)

@@ -7,7 +7,7 @@ from typing import overload
 from benchmarks.simulation.replica import Replica
 from streamrl.producers.dispatch.admission import AdmissionLedger
 from streamrl.producers.dispatch.fleet import Candidate
-from streamrl.producers.dispatch.plans import STILL_TO_COME
+from streamrl.producers.dispatch.plans import HEAVY_TAIL_EXCESS
 from streamrl.producers.dispatch.progress import PlanAccuracy
 from streamrl.producers.dispatch.state import PromptCursor
 from streamrl.schemas.identifiers import PolicyVersion
@@ -31,7 +31,7 @@ class _Left(Sequence[int]):
         steps = self.replica.steps
         for one in self.replica.active:
             made = steps - one.first_step
-            yield one.expected - made if one.expected > made else max(1, round(STILL_TO_COME * made))
+            yield one.expected - made if one.expected > made else max(1, round(HEAVY_TAIL_EXCESS * made))
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -73,7 +73,7 @@ class Held:
     def outgrown(self) -> tuple[int, ...]:
         """Expected tokens left of those that are past their estimate."""
         made = map(self.replica.made_of, self.replica.outgrown())
-        return tuple(max(1, round(STILL_TO_COME * tokens)) for tokens in made)
+        return tuple(max(1, round(HEAVY_TAIL_EXCESS * tokens)) for tokens in made)
 
 
 @dataclass

@@ -143,7 +143,7 @@ class TrajectoryFilter:
         self._unrewarded.good()
         return sample_of(trajectory, ref, reward, self._weights)
 
-    def note_closed(self, closed: ClosedGroup) -> None:
+    def count_refused_prompt(self, closed: ClosedGroup) -> None:
         """Count whether a closed group's prompt was refused: then all its samples are refused.
 
         Raises:

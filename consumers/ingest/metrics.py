@@ -18,7 +18,7 @@ log = structlog.get_logger()
 
 LOOK_S = 0.5
 """Seconds between two requests for the ends of the topic: a display shows about one value a second."""
-SILENCE_S = 10.0
+ENDS_RETRY_S = 10.0
 """Seconds before the next request if the broker did not answer: reading must not wait for the sake of a display."""
 
 
@@ -81,7 +81,7 @@ class IngestMetrics:
         self.latency_s, self.since = 0.0, now
         return found
 
-    async def look_at_ends(self, subscription: Subscription) -> None:
+    async def refresh_ends(self, subscription: Subscription) -> None:
         """Ask the broker for the topic's ends, at most every ``LOOK_S`` seconds. Only the reading task may call it.
 
         The trainer must not: the broker answers only after a pending read, which it holds while there are no records.
@@ -92,7 +92,7 @@ class IngestMetrics:
             self.ends = await subscription.end_offsets()
             self.ask_again_at = self.monotonic() + LOOK_S
         except BusError as error:
-            self.ask_again_at = self.monotonic() + SILENCE_S
+            self.ask_again_at = self.monotonic() + ENDS_RETRY_S
             log.warning("lag not known", error=str(error))
 
     def lag(self, positions: Mapping[TopicPartition, int], frontier: Frontier) -> dict[TopicPartition, int]:

@@ -206,7 +206,7 @@ class TrajectoryReader:
             self._metrics.observe_record(len(record.value or b""))
             if (closed := self._filter.process(record)) is not None:
                 self._close_group(closed)
-                self._filter.note_closed(closed)  # last, since it may raise: the group is in the ledger by then
+                self._filter.count_refused_prompt(closed)  # last: it may raise
 
     def _close_group(self, closed: ClosedGroup) -> None:
         self.ledger.hold(closed)
@@ -236,7 +236,7 @@ class TrajectoryReader:
 
     async def _look_at_ends(self, subscription: Subscription) -> None:
         before, version = self._metrics.ends, self._versions.current.number
-        await self._metrics.look_at_ends(subscription)
+        await self._metrics.refresh_ends(subscription)
         if self._horizon is None and self._metrics.ends is not before:
             self._horizon = Horizon(version, self._metrics.ends)
 

@@ -51,19 +51,19 @@ class SkipTally:
         """Count the next row."""
         assert (row.lineage, row.sequence) == (self.lineage, self.next_sequence), "rows are numbered without gaps"
         self.count += 1
-        self.hash = chained(self.hash, row)
+        self.hash = next_row_hash(self.hash, row)
         self.reasons[row.reason.value] += row.end - row.offset
 
     def copy(self) -> "SkipTally":
         """An independent copy."""
         return replace(self, reasons=Counter(self.reasons))
 
-    def succeeded_by(self, lineage: int) -> "SkipTally":
+    def for_next_lineage(self, lineage: int) -> "SkipTally":
         """The tally with which the next lineage starts."""
         return SkipTally(lineage, 0, self.hash, Counter(self.reasons))
 
 
-def chained(before: str, row: SkipRecord) -> str:
+def next_row_hash(before: str, row: SkipRecord) -> str:
     """The next rolling hash: xxh3-128, in hex, over the previous hash and the row's identity, not its encoding."""
     identity = f"{row.lineage}/{row.sequence} {row.reason.value} {row.partition}@{row.offset}-{row.end}"
     return xxhash.xxh3_128_hexdigest(f"{before}\n{identity}".encode())

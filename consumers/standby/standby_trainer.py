@@ -18,7 +18,7 @@ import structlog
 
 from streamrl.bus.port import Subscription, message_of
 from streamrl.bus.waiting import end_tasks, in_thread
-from streamrl.consumers.training.checkpoints.catalogue import HeldCheckpoints, Lineage
+from streamrl.consumers.training.checkpoints.catalogue import CheckpointsState, Lineage
 from streamrl.consumers.training.leading import BEAT_S, LeadingTrainer
 from streamrl.consumers.training.ports import Checkpoints, Compute, OpenPolicy, Policy, RestoredCheckpoint
 from streamrl.consumers.training.session import TrainerContext
@@ -63,7 +63,7 @@ class Prefetch:
             # For example, the trainer pruned it while it was read. The next refresh, or the start itself, tries again.
             log.warning("nothing loaded in advance", error=str(error))
 
-    def held(self, claimed: int = 0) -> HeldCheckpoints:
+    def held(self, claimed: int = 0) -> CheckpointsState:
         """See ``Checkpoints``."""
         return self.checkpoints.held(claimed)
 
@@ -146,7 +146,7 @@ class StandbyTrainer:
     """Waits for the leader's silence, then leads.
 
     ``context``: of the trainer that takes over; its parts use ``prefetch``. ``takeover_after_s``: seconds of silence
-    after which the leader counts as lost; ``first_word_s``: the same before the first message of a leader; ``lead``:
+    after which the leader counts as lost; ``first_beat_timeout_s``: the same before a leader's first message; ``lead``:
     how it trains.
     """
 
@@ -155,7 +155,7 @@ class StandbyTrainer:
     takeover_after_s: float
     monotonic: Callable[[], float] = time.monotonic
     beat_s: float = BEAT_S
-    first_word_s: float = FIRST_WORD_S
+    first_beat_timeout_s: float = FIRST_WORD_S
     lead: Lead = lambda context, beat_s: LeadingTrainer(Trainer(context), beat_s).run
     _asked: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -217,7 +217,9 @@ class StandbyTrainer:
             if prefetching.is_idle() and watch.has_new_checkpoint:
                 watch.has_new_checkpoint = False
                 prefetching.start()
-            patience = self.takeover_after_s if watch.was_heard else max(self.first_word_s, self.takeover_after_s)
+            patience = (
+                self.takeover_after_s if watch.was_heard else max(self.first_beat_timeout_s, self.takeover_after_s)
+            )
             if now - watch.heard_at > patience and await self._broker_answers(subscription, watch):
                 await prefetching.ended()
                 if watch.is_finished:

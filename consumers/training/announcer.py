@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import structlog
 
 from streamrl.bus.port import Bus, Outgoing, Publisher, TopicPartition, TransactionalPublisher
-from streamrl.bus.waiting import until_ended
+from streamrl.bus.waiting import wait_for_tasks
 from streamrl.schemas.errors import BusUnavailable, DeliveryUnknown, Superseded
 
 log = structlog.get_logger()
@@ -29,14 +29,14 @@ Check = Callable[[], Awaitable[None]]
 Offsets = Mapping[TopicPartition, int]
 
 
-async def nobody_else() -> None:
+async def no_check() -> None:
     """The check before a lineage is claimed: it always passes."""
 
 
 class StepAnnouncer(Protocol):
     """One way to announce."""
 
-    def guard_with(self, check: Check, elsewhere: Check = nobody_else) -> None:
+    def guard_with(self, check: Check, elsewhere: Check = no_check) -> None:
         """From now on, check before each risky act that the lineage just claimed is still the newest.
 
         ``check`` asks the storage where it was claimed; ``elsewhere`` the topics, shared with trainers of other
@@ -68,13 +68,13 @@ class TransactionalAnnouncer:
     transactional_id: str
     group_id: str
     fence: TransactionalPublisher
-    check: Check = field(default=nobody_else)
-    elsewhere: Check = field(default=nobody_else)
+    check: Check = field(default=no_check)
+    elsewhere: Check = field(default=no_check)
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep
     _is_open: bool = True
     _was_fenced: bool = False
 
-    def guard_with(self, check: Check, elsewhere: Check = nobody_else) -> None:
+    def guard_with(self, check: Check, elsewhere: Check = no_check) -> None:
         """See ``StepAnnouncer``."""
         self.check, self.elsewhere = check, elsewhere
 
@@ -140,9 +140,9 @@ class PlainAnnouncer:
     """Single records without a transaction; only the lineage check stops an older trainer. Commits no offsets."""
 
     publisher: Publisher
-    check: Check = field(default=nobody_else)
+    check: Check = field(default=no_check)
 
-    def guard_with(self, check: Check, elsewhere: Check = nobody_else) -> None:
+    def guard_with(self, check: Check, elsewhere: Check = no_check) -> None:
         """See ``StepAnnouncer``. The topics are not read: that would take longer than the announcement itself."""
         self.check = check
 
@@ -249,7 +249,7 @@ class Announcements:
         try:
             if (left := self.under_way) is not None:
                 left.cancel()
-                await until_ended([left])
+                await wait_for_tasks([left])
                 self.under_way = None
                 if not left.cancelled() and (error := left.exception()) is not None:
                     log.error("announcement failed", error=str(error))

@@ -30,16 +30,16 @@ import xxhash
 from streamrl.bus.history import BusHistory, Extent
 from streamrl.bus.port import Bus, Outgoing, Position, message_of
 from streamrl.consumers.training.identity_store import IdentityStore
-from streamrl.schemas.control import IDENTITY_KEY, SEEN_KEY, RunIdentity, WeightsReady, refuse_stranger
+from streamrl.schemas.control import IDENTITY_KEY, MARKER_KEY, RunIdentity, WeightsReady, check_run_identity
 from streamrl.schemas.errors import DeliveryUnknown, IdentityError, Superseded
 from streamrl.schemas.identifiers import SERVED_POLICY
-from streamrl.schemas.messages import WIRE_VERSION, Message, refuse_far_version
+from streamrl.schemas.messages import WIRE_VERSION, Message, check_wire_version
 from streamrl.schemas.reports import RefusedStep, StepReport
 from streamrl.schemas.topics import CONTROL, STEPS
 
 # For the types only: processes that keep no checkpoints need no client of object stores.
 if TYPE_CHECKING:
-    from streamrl.consumers.training.checkpoints.catalogue import HeldCheckpoints
+    from streamrl.consumers.training.checkpoints.catalogue import CheckpointsState
 
 log = structlog.get_logger()
 
@@ -49,14 +49,14 @@ RECENT_STEPS = 1_000
 """How many offsets at the end of the steps topic are read. Lineages grow along the topic, except for late messages of a
 trainer that announces without transactions."""
 ATTEMPTS = 20
-LOOKS = 3
+TOPIC_READS = 3
 """Reads of the topic within one attempt, so that a broker that lags can catch up, or another one answers."""
 PAUSE_S = 0.2
 """Seconds before the second attempt; twice that before the third, and so on, to let concurrent starts finish."""
 
 
 @dataclass(frozen=True)
-class HeldTopics:
+class TopicsState:
     """What the topics of a name say: the identity, and the newest lineage that was claimed, reported or announced.
 
     ``end``: the offset up to which the control topic was read (exclusive).
@@ -67,7 +67,7 @@ class HeldTopics:
     end: int = 0
 
 
-async def read_topics(bus: Bus, run: str, *, only_control: bool = False) -> HeldTopics:
+async def read_topics(bus: Bus, run: str, *, only_control: bool = False) -> TopicsState:
     """Read the control topic, and the end of the steps topic unless ``only_control``; missing topics count as empty.
 
     Raises:
@@ -80,7 +80,7 @@ async def read_topics(bus: Bus, run: str, *, only_control: bool = False) -> Held
         tp: Extent(max(held.first, held.end - RECENT_STEPS), held.end) if tp.topic == steps else held
         for tp, held in extents.items()
     }
-    found = HeldTopics()
+    found = TopicsState()
     async with aclosing(history.within(ranges)) as records:
         async for record in records:
             found = _with_message(found, message_of(record))
@@ -89,7 +89,7 @@ async def read_topics(bus: Bus, run: str, *, only_control: bool = False) -> Held
     return found
 
 
-def _with_message(found: HeldTopics, message: Message | None) -> HeldTopics:
+def _with_message(found: TopicsState, message: Message | None) -> TopicsState:
     match message:
         case RunIdentity():
             return replace(found, identity=message, lineage=max(found.lineage, message.lineage))
@@ -111,8 +111,8 @@ class Start:
 
     run: str
     here: RunIdentity | None
-    held: "HeldCheckpoints"
-    topics: HeldTopics
+    held: "CheckpointsState"
+    topics: TopicsState
     fresh: RunIdentity
     adopt: bool = False
     servers: str | None = None
@@ -135,7 +135,7 @@ def decide(start: Start) -> RunIdentity:
         IdentityError: the topics belong to another run, or to lineages that are not here.
     """
     if start.topics.identity is not None:
-        refuse_far_version(f"the trainers of run {start.run}", start.topics.identity.wire)
+        check_wire_version(f"the trainers of run {start.run}", start.topics.identity.wire)
     identity = _decided(start)
     # The newest wire version of all holders: their messages are still on the topics.
     return identity.replace(wire=max(identity.wire, WIRE_VERSION))
@@ -159,7 +159,7 @@ def _decided(start: Start) -> RunIdentity:
     known = max(held.lineage, here.lineages_before if here is not None else 0)
     is_behind = start.topics.lineage > known or not _knows_claim(start)
     moves_in = here is None and there is not None and own == there.run_id
-    holds = here is not None and there is not None and here.is_held_like(there)
+    holds = here is not None and there is not None and here.has_same_owner_as(there)
     # A start that was taking the run over died after writing the directory and before writing the topic.
     takes_over = here is not None and there is not None and here.succeeds(there)
     is_ours = there is None or moves_in or holds or takes_over
@@ -246,7 +246,7 @@ def _refusal(start: Start, *, is_lost: bool) -> str:
     return f"{finding}; --adopt {adopting}; --run.name starts another run; `{start.deletion}` deletes the topics"
 
 
-LookUp = Callable[[int], Awaitable["HeldCheckpoints"]]
+LookUp = Callable[[int], Awaitable["CheckpointsState"]]
 """Reads the present state of the checkpoints' storage, with the claim of the given lineage."""
 
 
@@ -295,7 +295,7 @@ class IdentityKeeper:
             except IdentityError:
                 # Another directory was quicker: restore what the directory held before the attempt.
                 there = start.topics.identity
-                if kept is not None and (there is None or not there.is_held_like(kept[1])):
+                if kept is not None and (there is None or not there.has_same_owner_as(kept[1])):
                     self.store.swap(kept[1], kept[0])
                 raise
             # The directory is written first: after a crash in between, the next start finds its own identity there. The
@@ -364,7 +364,7 @@ class IdentityKeeper:
     def _check_holder(self, found: RunIdentity | None) -> None:
         identity = self.identity
         assert identity is not None, "call hold before check"
-        if found is not None and not found.is_held_like(identity):
+        if found is not None and not found.has_same_owner_as(identity):
             raise Superseded(
                 f"expected run {self.run} ({identity.run_id}) to be held by {identity.holder}, found it held by "
                 f"{found.holder} ({found.run_id}): superseded; let that one go on"
@@ -407,12 +407,12 @@ class IdentityKeeper:
             await publisher.close()
         return True
 
-    async def _read_past(self, mark: Position) -> HeldTopics | None:
+    async def _read_past(self, mark: Position) -> TopicsState | None:
         """What the control topic says at least up to ``mark``; None if no broker that answered has that record.
 
         A broker that is cut off from the others believes that it still leads, and lacks the records that they accepted.
         """
-        for attempt in range(1, LOOKS + 1):
+        for attempt in range(1, TOPIC_READS + 1):
             topics = await read_topics(self.bus, self.run, only_control=True)
             if topics.end > mark.offset:
                 return topics
@@ -424,7 +424,7 @@ class IdentityKeeper:
         """Write an empty record to the control topic, after everything already there; returns its position."""
         publisher = await self.bus.publisher(f"{self.run}-identity")
         try:
-            return await publisher.publish(Outgoing(CONTROL.full_name(self.run), None, SEEN_KEY))
+            return await publisher.publish(Outgoing(CONTROL.full_name(self.run), None, MARKER_KEY))
         finally:
             await publisher.close()
 
@@ -441,7 +441,7 @@ async def refuse_other_run(bus: Bus, run: str, store: IdentityStore) -> None:
     """
     own = store.load()
     if (found := (await read_topics(bus, run, only_control=True)).identity) is not None:
-        refuse_stranger(run, own.run_id if own is not None else None, found)
+        check_run_identity(run, own.run_id if own is not None else None, found)
 
 
 def here(directory: Path) -> str:

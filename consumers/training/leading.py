@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import structlog
 
 from streamrl.bus.port import Outgoing
-from streamrl.bus.waiting import until_ended
+from streamrl.bus.waiting import wait_for_tasks
 from streamrl.consumers.training.session import TrainerContext
 from streamrl.consumers.training.trainer import Trainer
 from streamrl.schemas.errors import BusError
@@ -56,7 +56,7 @@ async def beating(
         yield
     finally:
         beats.cancel()
-        await until_ended([beats])
+        await wait_for_tasks([beats])
 
 
 async def _beat(context: TrainerContext, newest: Callable[[], PolicyVersion | None], beat_s: float) -> None:

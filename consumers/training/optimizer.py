@@ -37,7 +37,7 @@ class HostParameters:
     """Copies of trained parameters in the processor's memory; AdamW updates these instead of the originals.
 
     Weights and gradients are copied between them and a CUDA device through pinned memory, allocated once: copies from
-    other memory are several times slower. Moments are never copied. Call ``take_weights`` again after other code has
+    other memory are several times slower. Moments are never copied. Call ``copy_from_model`` again after other code has
     changed the weights.
     """
 
@@ -46,13 +46,13 @@ class HostParameters:
         self.named = [(name, nn.Parameter(_host_memory(parameter))) for name, parameter in trained]
         self._sources, self._own = ([parameter for _, parameter in each] for each in (trained, self.named))
         self._gradients = [_host_memory(parameter) for parameter in self._sources]
-        self.take_weights()
+        self.copy_from_model()
 
-    def take_weights(self) -> None:
+    def copy_from_model(self) -> None:
         """Copy the weights from the model."""
         self._copy(self._sources, self._own)
 
-    def give_weights(self) -> None:
+    def copy_to_model(self) -> None:
         """Copy the weights back to the model."""
         self._copy(self._own, self._sources)
 
@@ -125,7 +125,7 @@ class GuardedAdamW:
             self._host.take_gradients()
         self._adamw.step()
         if self._host is not None:
-            self._host.give_weights()
+            self._host.copy_to_model()
 
     def clear(self) -> None:
         """Drop the accumulated gradient."""
@@ -145,7 +145,7 @@ class GuardedAdamW:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore what ``tensors`` returned, for the model's present weights; missing parameters get fresh state."""
         if self._host is not None:
-            self._host.take_weights()
+            self._host.copy_from_model()
         self._recent_norms.extend(tensors.get(RECENT_NORMS, torch.zeros(0)).tolist())
         for name, parameter in self._stepped:
             if f"{name}.step" in tensors:

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from streamrl.consumers.algorithms.advantages import ModelLimits
 from streamrl.consumers.batching.micro_batches import MicroBatch
 from streamrl.consumers.ingest.versions import CountedVersions, OwnVersions
-from streamrl.consumers.training.checkpoints.catalogue import HeldCheckpoints, Lineage
+from streamrl.consumers.training.checkpoints.catalogue import CheckpointsState, Lineage
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
 from streamrl.schemas.control import RunIdentity
 from streamrl.schemas.identifiers import PolicyVersion
@@ -64,7 +64,7 @@ class RestoredCheckpoint(Protocol):
 class Checkpoints(Protocol):
     """Where checkpoints are kept. Its calls may block: they run where the policy computes."""
 
-    def held(self, claimed: int = 0) -> HeldCheckpoints:
+    def held(self, claimed: int = 0) -> CheckpointsState:
         """The claims and checkpoints there, with the claim's id of lineage ``claimed``; reads only."""
         ...
 

@@ -50,7 +50,7 @@ def reader_snapshot(manifest: CheckpointManifest | None, document: Mapping[str, 
         frontier=Frontier.from_json(manifest.frontier),
         finished_groups=FinishedGroups.from_json(document["finished_groups"]),
         known_records={int(number): record for number, record in manifest.anchors.items()},
-        tally=before.succeeded_by(lineage),
+        tally=before.for_next_lineage(lineage),
         prompt_cursor=manifest.prompt_cursor,
     )
 

@@ -336,7 +336,7 @@ class TrainerSession:
         """Whether the run's last step was taken."""
         return self.policy.step >= self.context.settings.training.max_steps
 
-    def note_refused(self) -> None:
+    def count_refused_gradient(self) -> None:
         """Count a gradient that was not applied."""
         self.refused_in_a_row += 1
 

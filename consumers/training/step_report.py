@@ -57,7 +57,7 @@ class GatheredStep:
                 self.add_group(group, credit)
         return next(group for group, _ in taken if group.group_id == group_id)
 
-    def forget_gradient(self) -> list[MicroBatch]:
+    def restart_gradient(self) -> list[MicroBatch]:
         """Start a new gradient; returns the micro-batches of the old one, in their order."""
         batches, self.batches, self.padding = self.batches, [], PaddingMetrics()
         return batches
@@ -99,7 +99,7 @@ class GatheredStep:
         }
 
 
-CARRIED_A_MESSAGE = 10_000
+MAX_CARRIED_RECORDS = 10_000
 """Most references in a message: with usual names some hundred kilobytes, far below the codec's limits."""
 PROBLEM_LIMIT = 4096
 """Most characters of a problem in a report."""
@@ -168,13 +168,13 @@ def carried_over(
 
     ``skips``: of the checkpoint that the lineage continues from.
     """
-    starts = range(0, max(1, len(found.carried)), CARRIED_A_MESSAGE)
+    starts = range(0, max(1, len(found.carried)), MAX_CARRIED_RECORDS)
     return [
         CarriedOver(
             algorithm=algorithm,
             lineage=lineage,
             part=part,
-            records=tuple(found.carried[start : start + CARRIED_A_MESSAGE]),
+            records=tuple(found.carried[start : start + MAX_CARRIED_RECORDS]),
             absent=found.absent,
             skips_hash=skips.hash,
             skips_by_reason=skips.by_reason,

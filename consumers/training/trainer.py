@@ -40,7 +40,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from streamrl.bus.waiting import until_ended
+from streamrl.bus.waiting import wait_for_tasks
 from streamrl.consumers.algorithms.advantages import credit_group, skip_reason_of
 from streamrl.consumers.batching.micro_batches import Group, MicroBatch
 from streamrl.consumers.training.failpoints import Failpoint
@@ -120,7 +120,7 @@ class Trainer:
             stop_reading.set()
             try:
                 # Also when the trainer is cancelled again: the reader must not use what the trainer then closes.
-                await until_ended([reading])
+                await wait_for_tasks([reading])
             finally:
                 # Only logged: the reader's error must not hide the error that ended the trainer.
                 if not reading.cancelled() and (error := reading.exception()) is not None:
@@ -214,7 +214,7 @@ class Trainer:
     async def _refuse_step(self, session: TrainerSession, gathered: GatheredStep, outcome: StepOutcome) -> None:
         """Number 4, when the gradient cannot be applied."""
         context, ledger = self.context, session.reader.ledger
-        session.note_refused()
+        session.count_refused_gradient()
         log.error("step not taken, its groups are skipped", step=session.policy.step + 1, problem=outcome.problem)
         for group in gathered.groups:
             ledger.mark_skipped(group, SkipReason.FILTERED, outcome.problem)
@@ -354,7 +354,7 @@ class Gatherer:
                 # up all other groups again.
                 must_restart |= self._exclude_group(gathered, part.refs[0].trajectory_id, shortage)
             if must_restart:
-                waiting.extendleft(reversed(gathered.forget_gradient()))
+                waiting.extendleft(reversed(gathered.restart_gradient()))
                 await session.compute(session.policy.discard)
 
     async def _attempt(self, batch: MicroBatch) -> OutOfMemory | None:

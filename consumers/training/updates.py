@@ -27,7 +27,7 @@ NAMED = {
     "is_masked": "sampling/masked_ratio",
 }
 """Names under which token metrics of only some algorithms are reported."""
-MOST_SPANS = 4
+MAX_SPANS = 4
 """Completions with more version spans than this are counted with this many."""
 _BY_SPANS = "mismatch_kl/spans_"
 
@@ -139,8 +139,8 @@ def mismatch_by_spans(tokens: TokenBatch, spans: Sequence[int]) -> dict[str, Ten
     log_ratio, trained = tokens.log_ratio.detach(), tokens.trained
     kl = torch.where(trained, torch.exp(log_ratio) - log_ratio - 1, 0.0)
     sums: dict[str, Tensor] = {}
-    for count in {min(each, MOST_SPANS) for each in spans}:
-        rows = [row for row, each in enumerate(spans) if min(each, MOST_SPANS) == count]
+    for count in {min(each, MAX_SPANS) for each in spans}:
+        rows = [row for row, each in enumerate(spans) if min(each, MAX_SPANS) == count]
         sums[f"{_BY_SPANS}{count}"] = kl[rows].sum()
         sums[f"{_BY_SPANS}{count}/tokens"] = trained[rows].sum()
     return sums

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from streamrl.bus.embedded.process import die_with_parent
 from streamrl.schemas.errors import UserError
-from streamrl.schemas.import_path import load_function, own_command
+from streamrl.schemas.import_path import load_function, module_command
 from streamrl.settings.loading import without_settings
 
 TIMEOUT_S = 1800
@@ -40,7 +40,7 @@ def evaluate(function: str, model: str | Path, seed: int) -> Evaluation:
     with tempfile.TemporaryDirectory(prefix="streamrl-eval-") as scratch:
         output = Path(scratch) / "evaluation.json"
         # The result is passed in a file, because on standard output it would mix with the function's prints.
-        command = own_command("streamrl.deploy.local.evaluation", function, str(model), str(seed), str(output))
+        command = module_command("streamrl.deploy.local.evaluation", function, str(model), str(seed), str(output))
         # The user's code may run what a model wrote, so it gets no password of the broker.
         how: dict[str, Any] = {"env": without_settings(os.environ), "timeout": TIMEOUT_S}
         try:

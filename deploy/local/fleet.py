@@ -1,8 +1,8 @@
 """Reads from the topics, for a supervisor, how many workers to run, and when a run with a remote trainer has ended.
 
-``Fleet`` follows the number of workers that the coordinator wants. ``TrainerElsewhere`` detects the end of a run whose
-trainer is supervised on another machine. Invariant a_worker_that_leaves_loses_nothing: the supervisor never ends a
-worker to shrink the fleet; the coordinator drains the worker, and its process then exits.
+``Fleet`` follows the number of workers that the coordinator wants. ``RemoteTrainerWatch`` detects the end of a run
+whose trainer is supervised on another machine. Invariant a_worker_that_leaves_loses_nothing: the supervisor never
+ends a worker to shrink the fleet; the coordinator drains the worker, and its process then exits.
 """
 
 import asyncio
@@ -121,7 +121,7 @@ class Fleet:
 
 
 @dataclass
-class TrainerElsewhere:
+class RemoteTrainerWatch:
     """Ends the run if its trainer is elsewhere: once the topics say that it is over and its workers have left.
 
     ``finish_timeout_s``: the coordinator's time-out, by which its final word may be late after a restart.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import structlog
 
-from streamrl.bus.waiting import happens_within, in_thread
+from streamrl.bus.waiting import in_thread, wait_for_event
 
 LOOK_EVERY_S = 5.0
 
@@ -42,7 +42,7 @@ class LogRotation:
         """
         while not stop.is_set():
             await in_thread(self.look)
-            await happens_within(stop, self.look_every_s)
+            await wait_for_event(stop, self.look_every_s)
 
     def look(self) -> None:
         """Rotate the logs that exceed the size."""

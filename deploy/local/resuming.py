@@ -14,7 +14,7 @@ import structlog
 from streamrl.consumers.training.checkpoints.catalogue import newest_model, next_start
 from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, check_storage, open_storage
 from streamrl.schemas.errors import CheckpointError
-from streamrl.settings.differences import OWN_TO_A_RUN, differing, flat
+from streamrl.settings.differences import PER_RUN_SETTINGS, differing, flat
 from streamrl.settings.loading import as_toml
 from streamrl.settings.run_directory import RunDirectory
 from streamrl.settings.tree import Settings
@@ -127,5 +127,5 @@ def _changed_settings(settings: Settings, kept: Path) -> list[str]:
         trees = tomllib.loads(kept.read_text()), tomllib.loads(as_toml(settings))
     except (OSError, ValueError):
         return []
-    differences = differing([flat(tree) for tree in trees], ignored=OWN_TO_A_RUN)
+    differences = differing([flat(tree) for tree in trees], ignored=PER_RUN_SETTINGS)
     return [f"{key} {before} → {now}" for key, (before, now) in differences]

@@ -22,12 +22,12 @@ from streamrl.bus.embedded.node import free_port
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.topic_admin import apply_topics, diff_topics
 from streamrl.bus.waiting import in_thread
-from streamrl.consumers.training.checkpoints.catalogue import HeldCheckpoints, held_in
+from streamrl.consumers.training.checkpoints.catalogue import CheckpointsState, read_checkpoints_state
 from streamrl.consumers.training.checkpoints.storage import REMOTE
 from streamrl.consumers.training.identity import IdentityKeeper, here
 from streamrl.consumers.training.identity_store import IdentityFile
 from streamrl.deploy.local.evaluation import Evaluation, evaluate
-from streamrl.deploy.local.fleet import Fleet, TrainerElsewhere
+from streamrl.deploy.local.fleet import Fleet, RemoteTrainerWatch
 from streamrl.deploy.local.logs import LogRotation
 from streamrl.deploy.local.resuming import (
     check_checkpoints,
@@ -40,10 +40,10 @@ from streamrl.deploy.local.resuming import (
 )
 from streamrl.deploy.local.specs import ChildSpecs
 from streamrl.deploy.local.supervisor import CRASHED_AT_STOP, ChildSpec, Supervisor, stop_on_signals
-from streamrl.deploy.local.task_check import check_task, must_be_writable, require_readable, require_room
+from streamrl.deploy.local.task_check import check_task, require_readable, require_room, require_writable
 from streamrl.deploy.local.watching import Progress, show_progress, watch
 from streamrl.deploy.wiring.broker import broker_for
-from streamrl.deploy.wiring.process import configure_logging, require_served
+from streamrl.deploy.wiring.process import configure_logging, require_run_role
 from streamrl.inspection.diagnostics.connect import RunConnection
 from streamrl.inspection.diagnostics.feed import feed_of
 from streamrl.inspection.environment import read_machine
@@ -97,7 +97,7 @@ def run_locally(
         StreamRLError: a process could not be kept alive.
     """
     configure_logging()
-    require_served(settings, "run")
+    require_run_role(settings, "run")
     machine = read_machine()
     settings = for_machine(named(settings), machine)
     placement = place(settings, machine)
@@ -108,7 +108,7 @@ def run_locally(
     if is_complete(settings, directory, resumed):
         print(complete_line(settings, resumed))
         return 0
-    must_be_writable(directory.path)
+    require_writable(directory.path)
     for warning in _check_task(settings, resumed):
         print(f"warning: {warning}")
     workers = f"{settings.run.workers} workers" if settings.run.workers else "workers started elsewhere"
@@ -162,8 +162,8 @@ async def _claim(settings: Settings, address: str, *, adopt: bool) -> None:
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
     storage = storage_of(settings)
 
-    async def held(claimed: int) -> HeldCheckpoints:
-        return await in_thread(held_in, storage, claimed)
+    async def held(claimed: int) -> CheckpointsState:
+        return await in_thread(read_checkpoints_state, storage, claimed)
 
     keeper = IdentityKeeper(
         KafkaBus(kafka),
@@ -200,7 +200,7 @@ def _check_task(settings: Settings, resumed: int) -> list[str]:
     """
     check_installed(settings.tracking)
     for tracker in settings.tracking.to:
-        must_be_writable(settings.run.path / "tracking" / tracker)
+        require_writable(settings.run.path / "tracking" / tracker)
     if settings.relay.port:
         from streamrl.weights.relay.server import check_port  # imports an HTTP server
 
@@ -209,7 +209,7 @@ def _check_task(settings: Settings, resumed: int) -> list[str]:
         check_path(settings.data.path)
         require_readable(Path(settings.data.path).expanduser(), "data.path")
     if isinstance(location := settings.training.checkpoint_location, str) and not REMOTE.fullmatch(location):
-        must_be_writable(Path(location))
+        require_writable(Path(location))
     for feature in features():
         feature.start.check(settings)
     if settings.generation.engine == "emulated":
@@ -285,10 +285,10 @@ async def _train_until(
     if top:
         progress = partial(watch, directory, address, secrets, progress)
     rotation = LogRotation(directory.logs, settings.run.log_max_bytes, settings.run.log_backup_count)
-    others: list[LogRotation | Fleet | TrainerElsewhere] = [rotation, *([fleet] if fleet else [])]
+    others: list[LogRotation | Fleet | RemoteTrainerWatch] = [rotation, *([fleet] if fleet else [])]
     if not (settings.run.trainer or standbys(settings)):
         patience_s = settings.coordinator.finish_timeout_s
-        others.append(TrainerElsewhere(state, settings.training.max_steps, supervisor, patience_s))
+        others.append(RemoteTrainerWatch(state, settings.training.max_steps, supervisor, patience_s))
     index = _index_follower(bus, settings, directory)
     try:
         await _supervise(supervisor, feed, index, others, progress, stop)
@@ -308,13 +308,13 @@ async def _train_until(
 
 def _index_follower(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> IndexFollower | None:
     """The follower that keeps the index of records up to date, so that readers need not wait; None if it is off."""
-    from streamrl.bus.history import KeptHistory
+    from streamrl.bus.history import ConnectedHistory
 
     if not settings.run.record_index:
         return None
     index = open_index(directory.path, bus.availability.address, settings.run.name)
     topics = Fold(settings.run.name).topics
-    history = KeptHistory(bus.without_prefetch(), topics, client_id="record-index", bulk=bus)
+    history = ConnectedHistory(bus.without_prefetch(), topics, client_id="record-index", bulk=bus)
     return IndexFollower(history, settings.run.name, index)
 
 
@@ -322,7 +322,7 @@ async def _supervise(
     supervisor: Supervisor,
     feed: RunFeed,
     index: IndexFollower | None,
-    others: Sequence[LogRotation | Fleet | TrainerElsewhere],
+    others: Sequence[LogRotation | Fleet | RemoteTrainerWatch],
     progress: Progress,
     stop: asyncio.Event,
 ) -> None:

@@ -29,7 +29,7 @@ from streamrl.schemas.evaluation import EVALUATED
 from streamrl.schemas.plain_text import plain_text
 from streamrl.settings.run_directory import RunDirectory, bytes_on_disk
 
-BULKY = ("kafka", "weights", "cache", "traces", "logs")
+LARGE_FILES = ("kafka", "weights", "cache", "traces", "logs")
 """Large files that a finished run no longer needs; checkpoints, figures and the report do not depend on them."""
 LAST_BYTES = 1 << 16
 """Bytes at the end of metrics.jsonl that contain its last complete line."""
@@ -155,7 +155,7 @@ def _kafka_section(config: Path) -> KafkaSettings | None:
 
 def _parts(run: _Chosen, *, keep_results: bool) -> list[Path]:
     root = run.directory.path
-    return [path for name in BULKY if (path := root / name).exists()] if keep_results else [root]
+    return [path for name in LARGE_FILES if (path := root / name).exists()] if keep_results else [root]
 
 
 def _stored_run(directory: RunDirectory) -> StoredRun:

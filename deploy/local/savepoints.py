@@ -243,7 +243,7 @@ def refuse_if_alive(name: str, directory: RunDirectory, kafka: KafkaSettings) ->
 
     address = kafka.bootstrap_servers or own_broker(directory)
     if address is None and not nodes_of(directory):  # a run's own broker ends with it
-        address = detached.left_running()
+        address = detached.running_bootstrap_servers()
     if address is None:
         return
     bus = KafkaBus(kafka.model_copy(update={"bootstrap_servers": address}))

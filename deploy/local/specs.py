@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from streamrl.deploy.local.supervisor import ChildSpec
-from streamrl.schemas.import_path import own_command
+from streamrl.schemas.import_path import module_command
 from streamrl.settings.features import ChildProcess, standby_arguments
 from streamrl.settings.placement import UNPLACED, Placement, ProcessPlace
 from streamrl.settings.run_directory import RunDirectory
@@ -57,7 +57,7 @@ class ChildSpecs:
                 process.name,
                 process.role,
                 *process.arguments,
-                place=self.placement.trainer if process.beside_trainer else None,
+                place=self.placement.trainer if process.on_trainer_devices else None,
             ),
             optional=process.optional,
             awaited=process.awaited,
@@ -77,7 +77,7 @@ class ChildSpecs:
 
     def audit(self, address: str) -> ChildSpec:
         """An audit during the run; the run continues without it."""
-        command = own_command("streamrl", "audit", str(self.directory.path), "--follow")
+        command = module_command("streamrl", "audit", str(self.directory.path), "--follow")
         command += ["--interval", str(AUDIT_EVERY_S)]
         placed = self.placement.others.environment
         environment = {**placed, "STREAMRL_KAFKA__BOOTSTRAP_SERVERS": address, **self.secrets}
@@ -85,6 +85,6 @@ class ChildSpecs:
 
     def of(self, name: str, role: str, *arguments: str, place: ProcessPlace | None = None) -> ChildSpec:
         """A process of a role; without ``place`` it gets the devices and threads of the other processes."""
-        command = own_command("streamrl", role, str(self.directory.config), *arguments)
+        command = module_command("streamrl", role, str(self.directory.config), *arguments)
         environment = (place or self.placement.others).environment | dict(self.secrets)
         return ChildSpec(name, [*command, *self.overrides], self.directory.logs / f"{name}.log", environment)

@@ -31,7 +31,14 @@ from streamrl.bus.embedded.process import die_with_parent
 from streamrl.bus.waiting import end_tasks
 from streamrl.deploy.wiring.process import TAKE_OVER
 from streamrl.schemas import stopping
-from streamrl.schemas.errors import DataLossRefused, DiskFull, EndUndone, StreamRLError, Superseded, UserError
+from streamrl.schemas.errors import (
+    DataLossRefused,
+    DiskFull,
+    FinishedRunContinues,
+    StreamRLError,
+    Superseded,
+    UserError,
+)
 from streamrl.schemas.plain_text import plain_text
 from streamrl.settings.loading import without_settings
 
@@ -247,7 +254,7 @@ class Supervisor:
             self.finished.set()
 
     async def _restart_until_final(self, spec: ChildSpec, stop: asyncio.Event) -> None:
-        policy = RestartPolicy(self.max_restarts, opens_once_more=spec.is_single)
+        policy = RestartPolicy(self.max_restarts, doubts_first_fence=spec.is_single)
         while not self._is_ending(stop):
             stands_by = bool(spec.standby) and (spec.name in self.superseded or bool(self._peers(spec)))
             command = spec.standby if stands_by else [*spec.command, *(() if policy.starts else spec.only_first)]
@@ -265,7 +272,7 @@ class Supervisor:
                 for peer in self._peers(spec):
                     peer.take_over()
             decision = policy.decide(code, child.ran_for_s())
-            if code == EndUndone.exit_code:
+            if code == FinishedRunContinues.exit_code:
                 self._restart_leavers()
             if code == Superseded.exit_code and decision is RestartDecision.GIVE_UP and self._may_stand_by(spec):
                 log.warning("superseded: another trainer leads, this one becomes a standby", process=spec.name)
@@ -387,12 +394,12 @@ def stop_on_signals() -> Iterator[asyncio.Event]:
     stop = asyncio.Event()
 
     def ask(number: signal.Signals) -> None:
-        stopping.said_by_itself()
+        stopping.mark_stop_reported()
         by_hand = number == signal.SIGINT
         print("stopping; press Ctrl-C again to stop at once" if by_hand else f"stopping on {number.name}", flush=True)
         stop.set()
 
-    with stopping.until_asked(ask):
+    with stopping.stop_requests_handled_by(ask):
         yield stop
 
 
@@ -428,13 +435,13 @@ class RestartPolicy:
     Exponential back-off: min(15 s, 0.5 s × 2^(crashes - 1)), times a random factor of 0.75 to 1.25, so that processes
     that died together do not return together. The count starts again after a process ran for a minute.
 
-    ``opens_once_more``: restart the process after its first fence. A broker that dies while a transactional id is
+    ``doubts_first_fence``: restart the process after its first fence. A broker that dies while a transactional id is
     reopened may forget the id's latest holder (KAFKA-20357) and then fence the only one. If there are two holders, the
     newer one stays: the older one restarts and fences it once, is then fenced itself, and does not return.
     """
 
     max_restarts: int
-    opens_once_more: bool = False
+    doubts_first_fence: bool = False
     healthy_after_s: float = 60.0
     rng: Callable[[], float] = random.random
     crashes: int = field(default=0, init=False)
@@ -445,7 +452,7 @@ class RestartPolicy:
     def decide(self, exit_code: int, ran_for_s: float) -> RestartDecision:
         """What to do after an exit.
 
-        A process is not restarted if it was superseded (but see ``opens_once_more``), refused to lose data, or found
+        A process is not restarted if it was superseded (but see ``doubts_first_fence``), refused to lose data, or found
         its disk full. A user error is final at the first start. At a later start the same settings have worked before,
         so the error may be transient, such as an unreachable broker.
         """
@@ -457,7 +464,7 @@ class RestartPolicy:
         if ran_for_s >= self.healthy_after_s:
             self.crashes, self._was_superseded = 0, False
         if exit_code == Superseded.exit_code:
-            if self._was_superseded or not self.opens_once_more:
+            if self._was_superseded or not self.doubts_first_fence:
                 return RestartDecision.GIVE_UP
             self._was_superseded = self._is_transient = True
             return RestartDecision.RESTART

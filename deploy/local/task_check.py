@@ -33,7 +33,7 @@ from streamrl.producers.generation.prompt_survey import PromptSurvey, survey
 from streamrl.producers.prompts.sources import open_source
 from streamrl.producers.rewards.trial import RewardTrial, try_rewards
 from streamrl.schemas.errors import ModelError, RewardLoadError, StreamRLError, UserError
-from streamrl.schemas.import_path import load_function, own_command
+from streamrl.schemas.import_path import load_function, module_command
 from streamrl.schemas.trajectories import Prompt
 from streamrl.settings.features import features
 from streamrl.settings.run_directory import RunDirectory, bytes_on_disk
@@ -104,7 +104,7 @@ def disk_room(settings: Settings, parameters: int) -> DiskRoom:
     Raises:
         UserError: the run's directory cannot be written.
     """
-    place, training = must_be_writable(settings.run.path), settings.training
+    place, training = require_writable(settings.run.path), settings.training
     # An old checkpoint or version is deleted only after a new one is complete, so there is one more than are kept, but
     # not more than the run writes. Each worker also caches one version of the weights.
     # needed = floor + P * 4 bytes * (3 * checkpoints + weight versions) - bytes of both that exist already
@@ -126,7 +126,7 @@ def require_room(settings: Settings, parameters: int) -> None:
         raise UserError(f"expected enough disk space, got too little: {room}")
 
 
-def must_be_writable(path: Path) -> Path:
+def require_writable(path: Path) -> Path:
     """The nearest existing directory of a path, after a trial file was written there and removed.
 
     Raises:
@@ -196,7 +196,7 @@ class SampledPrompts:
             yield self._source.prompt_at(position)[0]
 
 
-def is_pointless(found: PromptSurvey, max_refused_share: float) -> bool:
+def refuses_too_many(found: PromptSurvey, max_refused_share: float) -> bool:
     """Whether so many prompts are refused that a run would stop because of it."""
     return found.refused_count == found.checked or found.refused_count > max_refused_share * found.checked
 
@@ -210,7 +210,7 @@ def check_task(settings: Settings, *, resumed: bool = False) -> list[str]:
     Raises:
         UserError: the run would be pointless; the text says why.
     """
-    command = own_command("streamrl.deploy.local.task_check", *(["resumed"] if resumed else []))
+    command = module_command("streamrl.deploy.local.task_check", *(["resumed"] if resumed else []))
     # Without the broker's section, because this process does not need its secrets.
     given = settings.model_dump_json(exclude={"kafka"})
     try:
@@ -260,7 +260,7 @@ def checked(settings: Settings, *, resumed: bool = False) -> list[str]:
     refused = f"{found.refused_count:,} of {found.checked:,} prompts"
     if found.checked < prompts.total:
         refused += f" (a sample of {prompts.total:,})"
-    if is_pointless(found, settings.ingest.max_refused_share):
+    if refuses_too_many(found, settings.ingest.max_refused_share):
         raise ModelError(
             f"expected prompts that can be sampled, got {refused} that would be refused: {found.causes()}; "
             "for details: streamrl run --dry-run"

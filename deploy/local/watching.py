@@ -20,10 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.bus.embedded.process import die_with_parent
-from streamrl.bus.waiting import end_tasks, happens_within
+from streamrl.bus.waiting import end_tasks, wait_for_event
 from streamrl.observability.run_state.figures import Value, live_figures, span_text
 from streamrl.observability.run_state.state import RunState
-from streamrl.schemas.import_path import own_command
+from streamrl.schemas.import_path import module_command
 from streamrl.schemas.plain_text import plain_text
 from streamrl.settings.loading import without_settings
 from streamrl.settings.run_directory import RunDirectory
@@ -51,7 +51,7 @@ async def watch(
     On stop: ends the view. Ctrl-C in the view stops the run.
     """
     if is_screen():
-        command = own_command("streamrl", "top", str(directory.path))
+        command = module_command("streamrl", "top", str(directory.path))
         # In this process's session, unlike the roles, because the view needs the terminal.
         view = await asyncio.create_subprocess_exec(
             *command,
@@ -59,7 +59,7 @@ async def watch(
             env=without_settings(os.environ) | dict(secrets),
             preexec_fn=partial(die_with_parent, signal.SIGTERM),  # SIGTERM lets the view restore the terminal
         )
-        with printing_into(directory.logs / LOG):
+        with output_to_file(directory.logs / LOG):
             await _wait_for_view(view, stop)
         # In raw mode the terminal passes Ctrl-C as a key to the view only, so the run gets its signal from here.
         if view.returncode == INTERRUPTED:
@@ -73,7 +73,7 @@ def is_screen() -> bool:
 
 
 @contextmanager
-def printing_into(path: Path) -> Iterator[None]:
+def output_to_file(path: Path) -> Iterator[None]:
     """Append this process's standard output and error to a file during the block."""
     # Buffered text belongs to the terminal; if it were written later, it would go to the file.
     _flush()
@@ -174,11 +174,11 @@ async def show_progress(state: RunState, max_steps: int, restarts: Mapping[str, 
     if sys.stdout.isatty():
         # Only this task draws: rich's automatic refresh is a thread, and the state belongs to the event loop.
         with Live(auto_refresh=False) as live:
-            while not await happens_within(stop, REFRESH_S):
+            while not await wait_for_event(stop, REFRESH_S):
                 live.update(live_view(state, max_steps, restarts, time.time()), refresh=True)
             # A last refresh, so that the terminal keeps the last state.
             live.update(live_view(state, max_steps, restarts, time.time()), refresh=True)
         return
-    while not await happens_within(stop, LINE_EVERY_S):
+    while not await wait_for_event(stop, LINE_EVERY_S):
         print(plain_line(state, max_steps, time.time()), flush=True)
     print(plain_line(state, max_steps, time.time()), flush=True)

@@ -56,7 +56,7 @@ def broker_for(
         yield cluster.bootstrap_servers
 
 
-def broker_of_others(bootstrap_servers: str | None, progress: Callable[[str], None]) -> str:
+def existing_broker(bootstrap_servers: str | None, progress: Callable[[str], None]) -> str:
     """The address of an existing broker, for a process that joins others.
 
     Raises:
@@ -73,7 +73,7 @@ def broker_of_others(bootstrap_servers: str | None, progress: Callable[[str], No
 def _left_running(progress: Callable[[str], None]) -> str | None:
     from streamrl.bus.embedded import detached
 
-    if (address := detached.left_running()) is not None:
+    if (address := detached.running_bootstrap_servers()) is not None:
         progress(f"using the broker of `streamrl kafka up`: {address}")
     return address
 

@@ -27,7 +27,7 @@ import uvloop
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.consumers.training.identity import refuse_other_run
 from streamrl.consumers.training.identity_store import IdentityFile
-from streamrl.deploy.wiring.broker import broker_of_others
+from streamrl.deploy.wiring.broker import existing_broker
 from streamrl.inspection.process import tune_garbage_collector
 from streamrl.observability.background import BackgroundTask, background
 from streamrl.observability.interceptor import BusObserver, observed
@@ -66,7 +66,7 @@ def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = Fal
         UserError: an error that the user can correct.
     """
     require_name(settings, role)
-    require_served(settings, role)
+    require_run_role(settings, role)
     name, scope = process_name(role, worker_id), scope_of(settings.run.name, settings.run.instance)
     if scope != settings.run.name:
         name = f"{role}-{settings.run.instance}"
@@ -74,7 +74,7 @@ def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = Fal
     names = {"run": settings.run.name, "process": name} | ({"worker": name} if role == "worker" else {})
     log_file = RunDirectory(settings.run.path).logs / f"{name}.log" if settings.run.log_files else None
     configure_logging(names, logged, log_file)
-    address = broker_of_others(settings.kafka.bootstrap_servers, print)
+    address = existing_broker(settings.kafka.bootstrap_servers, print)
     # Settings are frozen, so the address goes into a copy, which everything below uses.
     settings = settings.model_copy(update={"kafka": settings.kafka.model_copy(update={"bootstrap_servers": address})})
     # Imported here, because it loads slowly, and `--help` and logging do not need it.
@@ -112,7 +112,7 @@ def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = Fal
     return stopping.exit_code() if asked else 0
 
 
-def require_served(settings: Settings, role: str) -> None:
+def require_run_role(settings: Settings, role: str) -> None:
     """Check that only a trainer has an instance's name: all other roles belong to the run itself.
 
     Raises:
@@ -186,7 +186,7 @@ async def _until_stopped(
     stop = asyncio.Event()
 
     def ask(number: signal.Signals) -> None:
-        stopping.said_by_itself()
+        stopping.mark_stop_reported()
         log.info("asked to stop", signal=number.name)
         stop.set()
 
@@ -194,7 +194,7 @@ async def _until_stopped(
         asyncio.get_running_loop().add_signal_handler(TAKE_OVER, role.take_over)
     watching = asyncio.create_task(watchdog.watch())  # covers the start of the role, which may hang, too
     try:
-        with stopping.until_asked(ask):
+        with stopping.stop_requests_handled_by(ask):
             if joins is not None:
                 await joins()
             async with background(tasks):

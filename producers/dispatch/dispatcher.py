@@ -20,7 +20,7 @@ from functools import partial
 import structlog
 
 from streamrl.bus.clocks import Clocks
-from streamrl.bus.listening import Listening
+from streamrl.bus.listening import HeartbeatReader
 from streamrl.bus.port import Bus, Outgoing, Subscription, TransactionalPublisher, message_of
 from streamrl.bus.waiting import in_thread
 from streamrl.producers.dispatch.fleet import Candidate, Flight
@@ -134,7 +134,9 @@ class Dispatcher:
         return self.state.has_lost_samples or self.state.has_other_trainer
 
     async def _serve(self, subscription: Subscription, publisher: TransactionalPublisher, stop: asyncio.Event) -> None:
-        listening = Listening(subscription, self.loop.heartbeat_timeout_s, self.state.extend, self.clocks.monotonic)
+        listening = HeartbeatReader(
+            subscription, self.loop.heartbeat_timeout_s, self.state.extend, self.clocks.monotonic
+        )
         logged_at = self.clocks.monotonic()
         has_more = True
         while not stop.is_set() and not self.state.is_over(self.clocks.monotonic()):
@@ -175,7 +177,7 @@ class Dispatcher:
             now = self.clocks.monotonic()
             group_id = flight.order.group_id
             # After so many lost workers the prompt itself is the likely cause.
-            if flight.lost + 1 >= self.settings.max_attempts and not flight.is_let_go:
+            if flight.lost + 1 >= self.settings.max_attempts and not flight.is_released:
                 log.error("group given up", group=group_id, attempts=flight.lost + 1)
                 topic, partition = TRAJECTORIES.full_name(self.run_name), flight.order.partition
                 aborted = self.state.give_up(flight, now, self.clocks.time_of_day())
@@ -183,12 +185,12 @@ class Dispatcher:
                 continue
             missing = len(flight.missing)
             may_move = partial(self.state.ledger.may_move, group_id)
-            worker = self.repacker.target(flight, now) if flight.is_let_go else None
+            worker = self.repacker.target(flight, now) if flight.is_released else None
             policy = self.state.policies.continuing(flight.order, self.state.fleet.policies(now))
             worker = worker or self.state.choose(missing, may_move, now, flight.order.worker_id, policy)
             if worker is not None:
                 order = build_reorder(flight, worker, self.state.partials_of(flight))
-                log_it = log.info if flight.is_let_go else log.warning
+                log_it = log.info if flight.is_released else log.warning
                 log_it("group ordered again", group=group_id, missing=missing, worker=worker.worker_id)
                 self.state.reassign(order, worker, now)
                 orders.append(self._record(order))
@@ -359,7 +361,7 @@ def build_reorder(flight: Flight, worker: Candidate, partials: tuple[PartialSour
         attempt=flight.order.attempt + 1,
         incarnation=worker.incarnation,
         partials=partials,
-        moves=flight.order.moves + flight.is_let_go,
+        moves=flight.order.moves + flight.is_released,
         policy=worker.policy,
         admitted_version=worker.version,
     )

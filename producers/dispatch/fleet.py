@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from streamrl.schemas.identifiers import PolicyVersion, make_trajectory_id
 from streamrl.schemas.liveness import LastBeats
-from streamrl.schemas.messages import is_near_version
+from streamrl.schemas.messages import is_compatible_wire_version
 from streamrl.schemas.reports import Heartbeat, ReleasedOrder, WorkerState
 from streamrl.schemas.trajectories import WorkOrder
 
@@ -85,7 +85,7 @@ class LiveWorkers:
 
     def _note(self, heartbeat: Heartbeat, at: float) -> bool:
         # A worker of a distant wire version may not understand orders.
-        if not is_near_version(heartbeat.wire):
+        if not is_compatible_wire_version(heartbeat.wire):
             return False
         before = self._beats.get(heartbeat.worker_id)
         if not self._beats.observe(heartbeat.worker_id, heartbeat, at):
@@ -140,7 +140,7 @@ class Flight:
     """One group in flight. ``worker_id`` None: its worker was lost or released it, and no other has it yet.
 
     ``progress_at``: last time that it was ordered, a sample arrived, or heartbeats showed progress. ``absent_since``:
-    since when heartbeats do not name it; None while they do. ``is_let_go``: its worker released it on request;
+    since when heartbeats do not name it; None while they do. ``is_released``: its worker released it on request;
     ``on_record``: recorded tokens of missing samples, by index, as reported by the worker that released it.
     """
 
@@ -152,7 +152,7 @@ class Flight:
     progress_at: float
     skipped: dict[str, int] = field(default_factory=dict)
     absent_since: float | None = None
-    is_let_go: bool = False
+    is_released: bool = False
     on_record: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -213,7 +213,7 @@ class FlightTable:
         self.release(flight)
         flight.order, flight.worker_id, flight.incarnation = order, order.worker_id, incarnation
         flight.sent_at = flight.progress_at = sent_at
-        flight.absent_since, flight.is_let_go = None, False
+        flight.absent_since, flight.is_released = None, False
         self._account(flight, 1)
 
     def release(self, flight: Flight) -> None:

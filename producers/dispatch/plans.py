@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.schemas.errors import LifecycleError
-from streamrl.schemas.profiles import TYPICAL_CURVE, DecodeCurve
+from streamrl.schemas.profiles import DEFAULT_CURVE, DecodeCurve
 
 TAIL_SHARE = 0.2
 """Share of the items, the longest, that a conservative plan takes at their upper estimates: the long tail of StreamRL
@@ -42,7 +42,7 @@ DRAWS = 5
 """Draws of the lengths over which plans are compared; few, because every plan is evaluated over each."""
 MAKESPAN_WEIGHT = 1e-3
 """Weight of the makespan next to the trainer's end: small, but larger than rounding errors."""
-STILL_TO_COME = 0.5
+HEAVY_TAIL_EXCESS = 0.5
 """Mean excess of a heavy tail, as a share of the tokens so far. It holds at any L if the survival falls as L^-3."""
 CREDIBLE_DEVIATIONS = 3.0
 """Deviations from the median up to which an estimate's distribution is trusted."""
@@ -94,7 +94,7 @@ class WorkerCapacity:
     slots: int
     running: tuple[int, ...] = ()
     waiting: tuple[int, ...] = ()
-    curve: DecodeCurve = TYPICAL_CURVE
+    curve: DecodeCurve = DEFAULT_CURVE
     kv_tokens: int | None = None
     contexts: tuple[int, ...] = ()
 
@@ -330,14 +330,14 @@ def mean_excess(grown: float, deviation: float) -> float:
 
         E[L | L > grown] / grown - 1 = exp(s² / 2) × (1 - Φ(d - s)) / (1 - Φ(d)) / grown - 1
 
-    The result is at most ``STILL_TO_COME``, the mean excess of a heavy tail. That is also the result if s is unknown,
-    or if the completion is so long that the estimate is not credible.
+    The result is at most ``HEAVY_TAIL_EXCESS``, the mean excess of a heavy tail. That is also the result if s is
+    unknown, or if the completion is so long that the estimate is not credible.
     """
     deviations = math.log(grown) / deviation if deviation else math.inf
     if deviations > CREDIBLE_DEVIATIONS:
-        return STILL_TO_COME
+        return HEAVY_TAIL_EXCESS
     beyond = (1 - _NORMAL.cdf(deviations - deviation)) / (1 - _NORMAL.cdf(deviations))
-    return min(STILL_TO_COME, math.exp(deviation * deviation / 2) * beyond / grown - 1)
+    return min(HEAVY_TAIL_EXCESS, math.exp(deviation * deviation / 2) * beyond / grown - 1)
 
 
 def conservative(items: Sequence[Item]) -> list[Item]:

@@ -202,7 +202,7 @@ class Progress:
         held += [self._held(sample, expected, 0, is_running=False) for sample, expected in batch.waiting.items()]
         return held
 
-    def taken_on(self, expected: ExpectedLength, begun: Mapping[Sample, int]) -> list[HeldSample]:
+    def held_if_continued(self, expected: ExpectedLength, begun: Mapping[Sample, int]) -> list[HeldSample]:
         """The samples as a worker would have them if it continued them; ``begun``: tokens of each that exist."""
         expected = expected._replace(tokens=min(expected.tokens, self._longest))
         return [self._held(sample, expected._replace(begun=had), 0, is_running=True) for sample, had in begun.items()]

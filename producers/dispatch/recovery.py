@@ -80,14 +80,14 @@ class _TrainerRecords:
         return max((number for number, _ in self.consumed), default=0)
 
     @property
-    def set_back(self) -> int:
+    def steps_set_back(self) -> int:
         """How many steps below the highest step of older lineages the newest lineage started."""
         newest = max((report.version.lineage for report in self.reports), default=0)
         own = [report.version.number for report in self.reports if report.version.lineage == newest]
         older = [report.version.number for report in self.reports if report.version.lineage < newest]
         return max(0, max(older) - min(own)) if older else 0
 
-    def trained_long_ago(self, history_steps: int) -> frozenset[str]:
+    def groups_trained_long_ago(self, history_steps: int) -> frozenset[str]:
         """Groups that no resumed trainer will need again, so their orders need not be kept."""
         return frozenset(
             group_id
@@ -147,10 +147,10 @@ async def rebuild(
     async for message in history(bus, [STEPS.full_name(scope), SKIPS.full_name(scope)], "earliest", positions):
         trainer.add(message)
     # An operator may have resumed the trainer from a checkpoint older than those that are normally kept.
-    state.ledger.remember_steps(trainer.set_back)
+    state.ledger.remember_steps(trainer.steps_set_back)
     named, trainer = set(trainer.named()), trainer.surviving()
     # Orders before the trainer's records of them, so that each report finds its groups in flight.
-    await _restore_orders(bus, run, state, trainer.trained_long_ago(state.ledger.history_steps), started)
+    await _restore_orders(bus, run, state, trainer.groups_trained_long_ago(state.ledger.history_steps), started)
     for message in trainer.in_causal_order():
         state.observe(message, started)
     # The predictor skips groups in flight here: it learns them below, with the prompts of their orders.
@@ -194,7 +194,7 @@ async def _restore_samples(
     async for record, message in _records(bus, [topic], start, positions):
         state.observe(message, now)
         if isinstance(message, Trajectory) and any(covers(row, record) for row in unread):
-            state.never_read(message.group_id, now)
+            state.end_unread_group(message.group_id, now)
 
 
 def covers(row: SkipRecord, record: Record) -> bool:

@@ -109,7 +109,7 @@ def tail_limit(curve: DecodeCurve, slots: int) -> int:
     return limit
 
 
-def pays(source: TailWorker, packed: TailWorker, payback: float) -> bool:
+def is_worth_moving(source: TailWorker, packed: TailWorker, payback: float) -> bool:
     """Whether freeing the source's slots is worth ``payback`` times the cost of the move.
 
     The gain: without the move the source's empty slots stay empty until its longest completion ends. The cost: the
@@ -147,7 +147,7 @@ def _next_merge(bins: Iterable[TailWorker], payback: float) -> tuple[TailWorker,
             if target is source or target.version != source.version:
                 continue
             packed = target.with_all_of(source)
-            if packed.is_within_limits and pays(source, packed, payback):
+            if packed.is_within_limits and is_worth_moving(source, packed, payback):
                 return source, packed
     return None
 
@@ -209,7 +209,7 @@ class Repacker:
             or not self.state.ledger.may_move(group_id, tail.version)
         ):
             return None
-        packed = replace(tail, groups=tail.groups + tail_groups(self.state.missing_of(flight)))
+        packed = replace(tail, groups=tail.groups + tail_groups(self.state.missing_samples_of(flight)))
         return worker if packed.is_within_limits else None
 
     def _room(self) -> int:

@@ -26,7 +26,7 @@ from streamrl.schemas.control import Control, FlowControl, RunFinished
 from streamrl.schemas.identifiers import PolicyVersion, make_trajectory_id, partial_partition_of
 from streamrl.schemas.lineage import SurvivingSteps
 from streamrl.schemas.messages import Message
-from streamrl.schemas.profiles import TYPICAL_CURVE, DecodeCurve
+from streamrl.schemas.profiles import DEFAULT_CURVE, DecodeCurve
 from streamrl.schemas.reports import Heartbeat, SkipReason, SkipRecord, StepReport, WorkerState
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.trajectories import (
@@ -125,7 +125,7 @@ class OtherRoles:
     ``history_steps``: how many steps a resumed trainer may be behind the one before it.
     """
 
-    curve: DecodeCurve = TYPICAL_CURVE
+    curve: DecodeCurve = DEFAULT_CURVE
     curves: Mapping[str, DecodeCurve] = field(default_factory=dict)
     seed: int | None = None
     has_graders: bool = False
@@ -229,7 +229,7 @@ class DispatchState:
             # Read now, while the worker is known and so is the offset from which it wrote partials.
             flight.order = flight.order.replace(partials=self.partials_of(flight))
             flight.on_record = dict(released.samples)
-            flight.is_let_go = True
+            flight.is_released = True
             self._take_from_worker(flight, at)
         # In other states the worker reads no orders, so the same request would be sent with every heartbeat.
         if heartbeat.state is WorkerState.READY and (settled := self.flights.settled(heartbeat)):
@@ -338,7 +338,7 @@ class DispatchState:
             self.ledger.end(group_id, skip.step)
             self._end([group_id], at)
 
-    def never_read(self, group_id: str, at: float) -> None:
+    def end_unread_group(self, group_id: str, at: float) -> None:
         """End a group that the trainer will not train, because it never reads one of the group's samples."""
         if self.ledger.is_in_flight(group_id):
             self.ledger.end(group_id, 0 if self.ledger.current is None else self.ledger.current.number)
@@ -403,7 +403,7 @@ class DispatchState:
         """
         self.ledger.move(order.group_id, worker.version)
         flight = self.flights.get(order.group_id)
-        moved = flight is not None and flight.is_let_go
+        moved = flight is not None and flight.is_released
         if flight is not None:
             self._take_from_worker(flight, now)
         self._send(order, worker, now)
@@ -426,9 +426,9 @@ class DispatchState:
         deviation = log_deviation_of(median, upper) if self.loop.num_generations == 1 else 0.0
         return ExpectedLength(median, deviation, self.prompt_tokens(order.prompt))
 
-    def missing_of(self, flight: Flight) -> list[HeldSample]:
+    def missing_samples_of(self, flight: Flight) -> list[HeldSample]:
         """The missing samples of a group, as a worker would have them that continues the group."""
-        return self.progress.taken_on(self._expected(flight.order), flight.begun)
+        return self.progress.held_if_continued(self._expected(flight.order), flight.begun)
 
     def partials_of(self, flight: Flight) -> tuple[PartialSource, ...]:
         """Where workers that had a group's order may have left tokens that can still be trained.

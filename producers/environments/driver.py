@@ -16,7 +16,7 @@ import aiohttp
 import structlog
 
 from streamrl.bus.port import Bus
-from streamrl.bus.waiting import end_tasks, happens_within
+from streamrl.bus.waiting import end_tasks, wait_for_event
 from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispatch
 from streamrl.producers.environments.episodes import LOAD_ONLY
 from streamrl.producers.environments.following import GroupAccounts, GroupFollower
@@ -131,7 +131,7 @@ class Environments:
                 self.on_tick("environments")
                 if self.counts.under_way >= self._max_groups:
                     self._room.clear()
-                    await happens_within(self._room, POLL_S)
+                    await wait_for_event(self._room, POLL_S)
                     continue
                 self.counts.begun += 1
                 group = asyncio.create_task(self._group(name, number, size, queue, http, places))

@@ -47,10 +47,10 @@ async def play(
     if isinstance(made, AgentProgram):
         return [await made.play(task[0], where)]
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {where.api_key}"}) as http:
-        return [await by_turns(made, task[0], PolicyClient(where, http), max_turns[0])]
+        return [await play_turns(made, task[0], PolicyClient(where, http), max_turns[0])]
 
 
-async def by_turns(environment: Environment, task: int, policy: "PolicyClient", max_turns: int) -> float:
+async def play_turns(environment: Environment, task: int, policy: "PolicyClient", max_turns: int) -> float:
     """Play an episode turn by turn. Returns the last turn's reward; the session gets rewards of earlier turns.
 
     Raises:

@@ -19,7 +19,7 @@ from typing import Any
 from streamrl.producers.rewards.sandbox import RewardConfinement, confine
 from streamrl.schemas.environments import EnvironmentStep, Message, PolicyReply
 from streamrl.schemas.errors import UserError
-from streamrl.schemas.import_path import own_command
+from streamrl.schemas.import_path import module_command
 
 MAX_OUTPUT = 4000
 """Characters of a program's output that the policy gets."""
@@ -99,7 +99,7 @@ class PythonTool:
         """A program's output, including errors; at most its first ``MAX_OUTPUT`` characters."""
         with tempfile.TemporaryDirectory(prefix="streamrl-python-") as scratch:
             process = await asyncio.create_subprocess_exec(
-                *own_command("streamrl.producers.environments.python_tool", json.dumps(vars(self._limits))),
+                *module_command("streamrl.producers.environments.python_tool", json.dumps(vars(self._limits))),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,

@@ -41,7 +41,7 @@ def build_environments(settings: "Settings", context: "ProcessContext") -> "Role
     """
     from streamrl.consumers.algorithms.settings import lone_refusal
     from streamrl.producers.environments.driver import Door, Environments
-    from streamrl.schemas.secrets import revealed
+    from streamrl.schemas.secrets import secret_value
 
     wanted, own = _environments_of(settings), _endpoint(settings)
     if not wanted.names:
@@ -51,7 +51,7 @@ def build_environments(settings: "Settings", context: "ProcessContext") -> "Role
         raise SettingsError(
             "expected a fixed gateway.port with environments.names, got 0; set it, or set environments.gateway"
         )
-    key = revealed(wanted.api_key, "environments", "api_key")
+    key = secret_value(wanted.api_key, "environments", "api_key")
     if key is None:
         if own is None:
             raise SettingsError("expected environments.api_key with environments.gateway, got none; set it")

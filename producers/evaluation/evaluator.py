@@ -19,7 +19,7 @@ from pathlib import Path
 import structlog
 
 from streamrl.bus.clocks import Clocks
-from streamrl.bus.listening import Listening
+from streamrl.bus.listening import HeartbeatReader
 from streamrl.bus.port import Bus, Outgoing, Subscription, TransactionalPublisher, message_of
 from streamrl.bus.waiting import in_thread
 from streamrl.producers.dispatch.fleet import LiveWorkers
@@ -181,7 +181,7 @@ class Evaluator:
         steps = await self.bus.subscribe([topic], client_id=CLIENT_ID, start=steps_from)
         try:
             finished_at: float | None = None
-            listening = Listening(others, self.loop.heartbeat_timeout_s, self._extend, self.clocks.monotonic)
+            listening = HeartbeatReader(others, self.loop.heartbeat_timeout_s, self._extend, self.clocks.monotonic)
             while not stop.is_set() and not self.run_is_over:
                 self.on_tick("evaluate")
                 await self._read(steps, listening)
@@ -215,7 +215,7 @@ class Evaluator:
         self.workers.extend(seconds)
         self.state.extend(seconds)
 
-    async def _read(self, steps: Subscription, others: Listening) -> None:
+    async def _read(self, steps: Subscription, others: HeartbeatReader) -> None:
         records = await others.poll(POLL_S)
         for record in [*await steps.poll(timeout_s=0.0), *records]:
             if (message := message_of(record)) is not None:
@@ -311,7 +311,7 @@ class Evaluator:
     def _note_report(self, report: EvaluationReport) -> None:
         if report.version not in self.state.reported:
             self.reports.append(report)
-        self.state.was_reported(report.version)
+        self.state.note_reported(report.version)
 
     def _write(self) -> None:
         """Write reports to the file, including those that a killed evaluator did not write."""

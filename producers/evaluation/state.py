@@ -222,7 +222,7 @@ class EvaluationState:
             sent_at=time_of_day,
         )
 
-    def was_reported(self, version: PolicyVersion) -> None:
+    def note_reported(self, version: PolicyVersion) -> None:
         """Note that the broker has the report of a version."""
         self.reported.add(version)
         if self._due == version:

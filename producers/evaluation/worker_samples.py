@@ -28,7 +28,7 @@ from streamrl.schemas.topics import EVALUATION_ORDERS, EVALUATION_SAMPLES
 log = structlog.get_logger()
 
 POLL_S = 0.5
-TOLD_S = 10.0
+DECLINED_S = 10.0
 """Seconds for which heartbeats name a declined order: about ten heartbeats, though one is enough."""
 
 
@@ -119,8 +119,8 @@ class EvaluationExecutor:
             return
         if (order.worker_id, order.incarnation) != (self.host.worker_id, self.host.incarnation):
             return
-        if self.host.status.is_of_an_arm:
-            self.host.status.decline(order.group_id, order.attempt, self.rollout.load.monotonic() + TOLD_S)
+        if self.host.status.has_arm_weights:
+            self.host.status.decline(order.group_id, order.attempt, self.rollout.load.monotonic() + DECLINED_S)
             return
         for index in order.sample_indices:
             name = make_trajectory_id(order.group_id, index)

@@ -40,7 +40,7 @@ from streamrl.producers.gateway.requests import (
 )
 from streamrl.producers.gateway.service import CompletionService
 from streamrl.producers.gateway.settings import GatewaySettings
-from streamrl.schemas.hosts import is_our_host
+from streamrl.schemas.hosts import is_own_host
 
 log = structlog.get_logger()
 
@@ -72,7 +72,7 @@ class RequestObserver(Protocol):
 
 
 @dataclass(frozen=True)
-class NobodyWatches:
+class NoRequestObserver:
     """A ``RequestObserver`` that does nothing."""
 
     def answered(self, route: str, status: int, seconds: float) -> None:
@@ -172,7 +172,7 @@ class Guard:
 
     def _check(self, headers: Mapping[str, str]) -> None:
         host, origin = headers.get("host", ""), headers.get("origin")
-        if not any(is_our_host(host, name) for name in (self.settings.host, *self.settings.allowed_hosts)):
+        if not any(is_own_host(host, name) for name in (self.settings.host, *self.settings.allowed_hosts)):
             raise ApiError(
                 421,
                 "expected one of this gateway's names as Host, got another; see gateway.allowed_hosts",
@@ -272,7 +272,7 @@ class Routes:
         given = request.headers.getlist("authorization")
         if len(given) > 1:
             raise ApiError(400, f"expected one Authorization header, got {len(given)}", code="invalid_api_key")
-        return self.keys.recognise(given[0] if given else None)
+        return self.keys.key_use_of(given[0] if given else None)
 
     def _admitted(self, request: Request) -> KeyUse:
         """The requester's key, if there is room. Checked before the body is read, so that a refusal costs little."""
@@ -412,7 +412,7 @@ class CallResponse(Response):
         }
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         timeout_s = self._service.settings.reader_timeout_s
-        patience = ReaderPatience(timeout_s)
+        patience = ReaderTimeout(timeout_s)
 
         async def send_chunks(*chunks: dict[str, Any], more: bool = True) -> None:
             data = b"".join(b"data: " + to_json(chunk) + b"\n\n" for chunk in chunks)
@@ -441,7 +441,7 @@ class CallResponse(Response):
             patience.end()
 
 
-class ReaderPatience:
+class ReaderTimeout:
     """Cancels the task that created it when the task spends too long in one ``with``, since its reader takes nothing.
 
     The task is cancelled after one to two times ``timeout_s``. One timer looks from time to time: a timer for each

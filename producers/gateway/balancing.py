@@ -22,7 +22,7 @@ KNOWN_BLOCKS = 1 << 14
 KNOWN_SESSIONS = 1 << 14
 PREFILL_SHARE = 1 / 16
 """Cost of prefilling a token, as a share of decoding one: a prompt is read many tokens at once."""
-LEAST_LEFT = 4.0
+MIN_TOKENS_LEFT = 4.0
 """Tokens that a completion is assumed to have left when it is longer than its estimate."""
 
 
@@ -44,7 +44,7 @@ class CachedPrefixes:
     version: PolicyVersion | None = None
     _blocks: "OrderedDict[int, None]" = field(default_factory=OrderedDict)
 
-    def saw(self, blocks: Iterable[int], version: PolicyVersion) -> None:
+    def add_blocks(self, blocks: Iterable[int], version: PolicyVersion) -> None:
         """Add the blocks of a prompt that the worker reads. A new version makes all earlier blocks worthless."""
         if version != self.version:
             self.version = version
@@ -82,7 +82,7 @@ class WorkerView:
 def tokens_left(median: int, upper: int, generated: int) -> float:
     """Predicted tokens that a completion has left to sample."""
     expected = median if generated < median else upper
-    return max(LEAST_LEFT, float(expected - generated))
+    return max(MIN_TOKENS_LEFT, float(expected - generated))
 
 
 def choose(

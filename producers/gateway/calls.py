@@ -325,7 +325,7 @@ class CallObserver(Protocol):
 
 
 @dataclass(frozen=True)
-class NobodyTraces:
+class NoCallObserver:
     """A ``CallObserver`` that does nothing."""
 
     def begun(self, call: CompletionCall) -> str:

@@ -27,7 +27,7 @@ import xxhash
 from cachetools import FIFOCache
 
 from streamrl.bus.port import Outgoing
-from streamrl.bus.waiting import happens_within, in_thread
+from streamrl.bus.waiting import in_thread, wait_for_event
 from streamrl.producers.gateway.calls import DATASET, CompletionCall, Reply, RunningCall
 from streamrl.producers.gateway.ended_sessions import SCHEMA, EndedSessions, packed, unpacked
 from streamrl.producers.gateway.refusals import ApiError, invalid, unavailable
@@ -403,7 +403,7 @@ class FeedbackDesk:
         """Run pending operations, and sweep every ``SWEEP_S``, until cancelled; ``close`` runs the rest."""
         swept_at = 0.0
         while True:
-            await happens_within(self._wake, SWEEP_S)
+            await wait_for_event(self._wake, SWEEP_S)
             self._wake.clear()
             await self._write()
             if time.monotonic() - swept_at > SWEEP_S:
@@ -464,7 +464,7 @@ class FeedbackDesk:
                 await self._run(partial(_marks_of, found))
             else:
                 # Looks again even without new feedback: for rewards from before a restart and completions timed out.
-                await happens_within(self._rewarded, RETRY_S)
+                await wait_for_event(self._rewarded, RETRY_S)
 
     async def _deliver(self, found: _Ready, outbox: Outbox) -> None:
         try:

@@ -17,10 +17,10 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from streamrl.bus.port import Bus, Start, Subscription, message_of
-from streamrl.bus.waiting import in_thread, until_ended
+from streamrl.bus.waiting import in_thread, wait_for_tasks
 from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispatch
-from streamrl.producers.gateway.app import NobodyWatches, RequestObserver, build_app
-from streamrl.producers.gateway.calls import CallObserver, NobodyTraces, ServedModel
+from streamrl.producers.gateway.app import NoRequestObserver, RequestObserver, build_app
+from streamrl.producers.gateway.calls import CallObserver, NoCallObserver, ServedModel
 from streamrl.producers.gateway.feedback import FeedbackDesk, FeedbackStore
 from streamrl.producers.gateway.keys import KeyFile, KeyRing
 from streamrl.producers.gateway.links import WorkerPool
@@ -51,8 +51,8 @@ class GatewayObservers:
     loop's name at each turn of that loop.
     """
 
-    requests: RequestObserver = field(default_factory=NobodyWatches)
-    calls: CallObserver = field(default_factory=NobodyTraces)
+    requests: RequestObserver = field(default_factory=NoRequestObserver)
+    calls: CallObserver = field(default_factory=NoCallObserver)
     on_tick: Callable[[str], None] = lambda name: None
 
 
@@ -148,7 +148,7 @@ class Gateway:
         finally:
             for task in loops:
                 task.cancel()
-            await until_ended(loops)
+            await wait_for_tasks(loops)
 
     async def _serve(self, listener: socket.socket, loops: "list[asyncio.Task[None]]", stop: asyncio.Event) -> None:
         server = _Server(
@@ -176,7 +176,7 @@ class Gateway:
             stopping.cancel()
             server.should_exit = True
             try:
-                await until_ended([serving], on_cancel=server.hurry)
+                await wait_for_tasks([serving], on_cancel=server.hurry)
             finally:
                 await server.end_requests()
         serving.result()
@@ -250,7 +250,7 @@ class _Server(uvicorn.Server):
         requests = [*self.server_state.tasks]
         for task in requests:
             task.cancel()
-        await until_ended(requests)
+        await wait_for_tasks(requests)
         for connection in [*self.server_state.connections]:
             if (transport := getattr(connection, "transport", None)) is not None:
                 transport.abort()

@@ -196,7 +196,7 @@ class KeyRing:
     _keys: dict[str, ApiKey] = field(default_factory=dict)
     _uses: dict[str, KeyUse] = field(default_factory=dict)
 
-    def recognise(self, authorization: str | None) -> KeyUse:
+    def key_use_of(self, authorization: str | None) -> KeyUse:
         """The use of the key in a request's Authorization header.
 
         Raises:

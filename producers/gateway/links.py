@@ -25,7 +25,7 @@ import structlog
 from aiohttp import WSMsgType
 from pydantic import ValidationError
 
-from streamrl.bus.waiting import until_ended
+from streamrl.bus.waiting import wait_for_tasks
 from streamrl.producers.gateway.balancing import (
     KNOWN_SESSIONS,
     CachedPrefixes,
@@ -42,9 +42,9 @@ from streamrl.producers.gateway.worker_requests import (
     SampledTokens,
     WorkerCard,
     pack,
-    prove,
     sampled_of,
     unpack,
+    verify_peer,
 )
 from streamrl.schemas.reports import Heartbeat, WorkerState
 from streamrl.schemas.trajectories import LengthEstimate, SamplingParams
@@ -160,7 +160,7 @@ class WorkerLink:
         self._last_name += 1
         sequence.link, sequence.name = self, self._last_name
         self.running[sequence.name] = sequence
-        self.cached.saw(sequence.request.blocks, self.card.version)
+        self.cached.add_blocks(sequence.request.blocks, self.card.version)
         if sequence.parts and sequence.parts[-1][1] == sequence.generated:
             sequence.parts.pop()  # the previous worker sampled nothing of it
         sequence.parts.append((self.worker_id, sequence.generated))
@@ -184,7 +184,7 @@ class WorkerLink:
                     async with session.ws_connect(
                         self.address, heartbeat=PING_S, max_msg_size=MAX_FRAME_BYTES, compress=0
                     ) as socket:
-                        if await prove(socket, self.pool.secret, is_worker=False):
+                        if await verify_peer(socket, self.pool.secret, is_worker=False):
                             log.info("connected to a worker", worker=self.worker_id)
                             pause = FIRST_RETRY_S
                             await self._converse(socket)
@@ -231,7 +231,7 @@ class WorkerLink:
                     self._sampled(sampled)
             case ["status", dict(fields)]:
                 self.card = WorkerCard.model_validate(fields)
-                self.pool.pump()
+                self.pool.send_queued()
             case ["failed", int(name), str(kind), str(why)]:
                 self._failed(name, kind, why)
 
@@ -246,7 +246,7 @@ class WorkerLink:
             sequence.is_over = True
         sequence.sink(sampled)
         if sequence.is_over:
-            self.pool.pump()
+            self.pool.send_queued()
 
     def _failed(self, name: int, kind: str, why: str) -> None:
         sequence = self.running.pop(name, None)
@@ -260,7 +260,7 @@ class WorkerLink:
             self.pool.again(sequence, self.worker_id, too_many(f"{why}; ask again later", 1.0, "overloaded"))
         else:
             self.pool.again(sequence, self.worker_id, failed(why))
-        self.pool.pump()
+        self.pool.send_queued()
 
     def _lost(self) -> None:
         """Hand this worker's sequences back to the pool after the connection broke."""
@@ -271,7 +271,7 @@ class WorkerLink:
         lost = failed(f"worker {self.worker_id} was lost while it sampled this; ask again")
         for sequence in left.values():
             self.pool.again(sequence, self.worker_id, lost)
-        self.pool.pump()
+        self.pool.send_queued()
 
 
 @dataclass
@@ -324,7 +324,7 @@ class WorkerPool:
         tasks = [*self._following.values()]
         for task in tasks:
             task.cancel()
-        await until_ended(tasks)
+        await wait_for_tasks(tasks)
 
     def refuse_overload(self, sequences: int = 1) -> None:
         """Refuse a request if neither the slots nor the queue have room for its ``sequences``.
@@ -363,7 +363,7 @@ class WorkerPool:
         for sequence in sequences:
             sequence.deadline = self.clock() + self.queue_timeout_s
             self.queued.append(sequence)
-        self.pump()
+        self.send_queued()
 
     def withdraw(self, sequence: ServedSequence) -> None:
         """Cancel a sequence that is no longer wanted."""
@@ -375,9 +375,9 @@ class WorkerPool:
         else:
             with suppress(ValueError):
                 self.queued.remove(sequence)
-        self.pump()
+        self.send_queued()
 
-    def pump(self) -> None:
+    def send_queued(self) -> None:
         """Send waiting sequences to workers with free slots."""
         while self.queued:
             sequence = self.queued[0]

@@ -57,8 +57,8 @@ def build_gateway(settings: "Settings", context: "ProcessContext") -> "Role":
         ModelError: the model has no tokenizer.
     """
     from streamrl.consumers.algorithms.settings import lone_refusal
-    from streamrl.producers.gateway.app import NobodyWatches
-    from streamrl.producers.gateway.calls import NobodyTraces
+    from streamrl.producers.gateway.app import NoRequestObserver
+    from streamrl.producers.gateway.calls import NoCallObserver
     from streamrl.producers.gateway.gateway import Gateway, GatewayObservers
     from streamrl.producers.gateway.role_meters import GatewayMeter, collect
     from streamrl.settings.run_directory import RunDirectory
@@ -78,8 +78,8 @@ def build_gateway(settings: "Settings", context: "ProcessContext") -> "Role":
         directory=RunDirectory(settings.run.path).gateway,
         lone_refusal=lone_refusal(settings.algorithm.name),
         observers=GatewayObservers(
-            requests=NobodyWatches() if context.meters is None else GatewayMeter(context.meters),
-            calls=context.tracer or NobodyTraces(),
+            requests=NoRequestObserver() if context.meters is None else GatewayMeter(context.meters),
+            calls=context.tracer or NoCallObserver(),
             on_tick=context.on_tick,
         ),
         policies=policy_dispatch(),
@@ -91,10 +91,10 @@ def build_gateway(settings: "Settings", context: "ProcessContext") -> "Role":
 def _request_secret(settings: "Settings") -> str:
     """The secret by which the run's gateways and workers authenticate each other."""
     from streamrl.producers.gateway.worker_requests import shared_secret
-    from streamrl.schemas.secrets import revealed
+    from streamrl.schemas.secrets import secret_value
     from streamrl.settings.run_directory import RunDirectory
 
-    given = revealed(settings.generation.request_secret, "generation", "request_secret")
+    given = secret_value(settings.generation.request_secret, "generation", "request_secret")
     return given or shared_secret(RunDirectory(settings.run.path).gateway / "secret")
 
 

@@ -99,7 +99,7 @@ def remove(name: Annotated[str, typer.Argument(help="Name of the key's holder.")
 
 
 def _file(run: Path) -> Any:
-    from streamrl.inspection.source import directory_of, no_run
+    from streamrl.inspection.source import describe_missing_run, directory_of
     from streamrl.producers.gateway.keys import KeyFile
     from streamrl.producers.gateway.settings import GatewaySettings
     from streamrl.schemas.errors import UserError
@@ -109,7 +109,7 @@ def _file(run: Path) -> Any:
     found = directory_of(run)
     config = run if found is None else found.config
     if not config.is_file():
-        raise UserError(f"expected a run or its configuration, got {no_run(run)}")
+        raise UserError(f"expected a run or its configuration, got {describe_missing_run(run)}")
     # Works for a run that has not started, too, since keys may be made before.
     settings = load_settings(config, [], to_look=True)
     return KeyFile(settings.section(GatewaySettings).key_file(RunDirectory(settings.run.path).gateway))

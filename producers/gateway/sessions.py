@@ -251,7 +251,7 @@ class SessionBook:
         known, prompt = candidate.token_ids, len(candidate.segment.prompt.token_ids)
         ends = [prompt + said.end - 1 for said in candidate.said]
         ends = [place for place in ends if self.tokenizer.is_special(known[place])]
-        return inserted_behind(self.tokenizer, known, token_ids, ends)
+        return tokens_added_after(self.tokenizer, known, token_ids, ends)
 
     def record_turn(self, running: RunningCall, turn: SessionTurn, answered: ParsedReply) -> Segment | None:
         """Record the one reply of a finished call; the segment that has it now, or None if the session has ended.
@@ -410,7 +410,7 @@ def _is_answer_of(message: ChatMessage, turn: _SaidTurn) -> bool:
     return (message.text, calls) == (turn.content, turn.tool_calls)
 
 
-def inserted_behind(
+def tokens_added_after(
     tokenizer: ChatTokenizer, known: Sequence[int], token_ids: Sequence[int], ends: Sequence[int] = ()
 ) -> list[int] | None:
     """The tokens that a prompt adds after ``known``; None if the prompt does not start with ``known``.

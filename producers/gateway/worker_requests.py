@@ -133,7 +133,7 @@ def sampled_of(rows: list[Any]) -> list[SampledTokens]:
     ]
 
 
-async def prove(socket: WebSocket, secret: str, *, is_worker: bool) -> bool:
+async def verify_peer(socket: WebSocket, secret: str, *, is_worker: bool) -> bool:
     """Whether the other side has the secret too. Proves to it that this side has the secret.
 
     Each side sends a nonce, then the HMAC-SHA-256 of its own role and both nonces. So a proof is valid for one side of
@@ -237,7 +237,7 @@ class RequestServer:
         Raises:
             UserError: the host is not this machine's.
         """
-        self.status.take_requests_at(await self.open())
+        self.status.set_request_address(await self.open())
         return []
 
     async def open(self) -> str:
@@ -290,7 +290,7 @@ class RequestServer:
     @property
     def takes_requests(self) -> bool:
         """Whether new requests are accepted. A worker of an arm refuses them: requests get the served policy."""
-        return self.status.has_weights and not (self.status.is_leaving or self.status.is_of_an_arm)
+        return self.status.has_weights and not (self.status.is_leaving or self.status.has_arm_weights)
 
     def admit(self) -> bool:
         """Accept a request if one more may wait; whether it was accepted."""
@@ -309,7 +309,7 @@ class RequestServer:
     async def _serve(self, http: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse(max_msg_size=MAX_FRAME_BYTES, heartbeat=PING_S, compress=False)
         await socket.prepare(http)
-        if not await prove(socket, self.settings.secret, is_worker=True):
+        if not await verify_peer(socket, self.settings.secret, is_worker=True):
             log.warning("a gateway without this worker's secret was refused", peer=http.remote)
             await socket.close(code=4401, message=b"expected the run's request secret")
             return socket

@@ -23,7 +23,7 @@ from streamrl.schemas.control import (
     RunFinished,
     RunIdentity,
     WorkerClaimed,
-    refuse_stranger,
+    check_run_identity,
 )
 from streamrl.schemas.errors import BusUnavailable, WireError
 from streamrl.weights.adopt import WeightsAdopter
@@ -91,7 +91,7 @@ class ControlFollower:
                 log.warning("process was suspended, reading control to its end before anything is published")
                 await self._read_to_the_end(is_old=False)
             # Called after ``was_suspended``, which compares with the time that this sets.
-            self.fence.control_was_read()
+            self.fence.note_control_read()
             self._offer()
 
     async def _read_to_the_end(self, *, is_old: bool) -> None:
@@ -141,7 +141,7 @@ class ControlFollower:
                 if not is_old or message.incarnation == self.fence.incarnation:
                     self.fence.claimed(message.incarnation)
             case RunIdentity():
-                refuse_stranger(self.run, self.run_id, message)
+                check_run_identity(self.run, self.run_id, message)
                 # A run that was deleted and started again under the same name has other topics and another id.
                 self.run_id = self.status.run_id = message.run_id
                 self.adopter.fetcher.set_run_id(message.run_id)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from streamrl.bus.port import Outgoing, Publisher
-from streamrl.bus.waiting import happens_within
+from streamrl.bus.waiting import wait_for_event
 from streamrl.producers.generation.engines.port import Engine
 from streamrl.producers.generation.rollout import WorkerLoad
 from streamrl.producers.generation.status import WorkerStatus
@@ -55,7 +55,7 @@ class Heartbeats:
         On stop: is cancelled; the caller sends a last heartbeat with ``beat``.
         """
         while True:
-            await happens_within(self.status.changed, interval_s)
+            await wait_for_event(self.status.changed, interval_s)
             # Cleared before the heartbeat is sent: a change during the sending causes the next heartbeat at once.
             self.status.changed.clear()
             await self.beat()

@@ -26,7 +26,7 @@ class IncrementalText:
         self._held = self._whole = 0
         self.is_settled = True
 
-    def go_on_behind(self, token_ids: Sequence[int]) -> str:
+    def start_after(self, token_ids: Sequence[int]) -> str:
         """Start after existing tokens. Returns the settled part of their text."""
         tokens, decode = list(token_ids), self._tokenizer.decode
         whole = len(tokens)
@@ -70,10 +70,10 @@ class StopMatcher:
         self._tail = ""
         self._seen = 0
 
-    def go_on_behind(self, prefix: Sequence[int]) -> bool:
+    def start_after(self, prefix: Sequence[int]) -> bool:
         """Start after tokens that were sampled before; whether they contain a stop string."""
         self._seen = len(prefix)
-        text = self._text.go_on_behind(prefix)
+        text = self._text.start_after(prefix)
         self._tail = text[max(0, len(text) - self._overlap) :]
         return self._sampling.find_stop(self._decode(list(prefix))) is not None
 

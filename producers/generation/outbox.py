@@ -113,7 +113,7 @@ class Fence:
         """Whether control has not been read for longer than ``timeout_s``."""
         return self.clock() - self._control_read_at > self.timeout_s
 
-    def control_was_read(self) -> None:
+    def note_control_read(self) -> None:
         """Note that control was just read to its end."""
         self._control_read_at = self.clock()
         self._control_read.set()

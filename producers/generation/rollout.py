@@ -35,7 +35,7 @@ from streamrl.schemas.trajectories import (
     VersionSpan,
     WorkOrder,
     aborted_trajectory,
-    origin_of,
+    fields_from_order,
 )
 
 log = structlog.get_logger()
@@ -157,7 +157,7 @@ class Rollout:
         token_ids, logprobs = completion.arrays()
         try:
             return Trajectory(
-                **origin_of(order, sample_index),
+                **fields_from_order(order, sample_index),
                 prompt_token_ids=np.array(prompt_token_ids, dtype="<i4"),
                 token_ids=token_ids,
                 logprobs=logprobs,

@@ -60,7 +60,7 @@ class SideWork(Protocol):
         """Return when no sample is running.
 
         The worker waits for this before it adopts another policy's weights. Side work for the served policy only starts
-        no samples while the status says ``is_of_an_arm``.
+        no samples while the status says ``has_arm_weights``.
         """
         ...
 

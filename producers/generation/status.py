@@ -47,7 +47,7 @@ class WorkerStatus:
         return self.version != NO_VERSION
 
     @property
-    def is_of_an_arm(self) -> bool:
+    def has_arm_weights(self) -> bool:
         """Whether the engine has, or will have, weights of an arm of a split, which are for that arm's orders only."""
         return bool(self.policy or self.next_policy)
 
@@ -78,7 +78,7 @@ class WorkerStatus:
             self.awaits = version
             self.wake()
 
-    def take_requests_at(self, address: str) -> None:
+    def set_request_address(self, address: str) -> None:
         """Set the address at which gateways connect."""
         self.request_address = address
         self.wake()

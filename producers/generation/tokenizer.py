@@ -74,7 +74,7 @@ class ModelTokenizer:
         return "tools" in str(self._tokenizer.chat_template or "")
 
     @property
-    def of_library(self) -> Any:
+    def transformers_tokenizer(self) -> Any:
         """Transformers' own tokenizer object, for libraries that need it."""
         return self._tokenizer
 

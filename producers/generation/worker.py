@@ -21,7 +21,7 @@ import structlog
 
 from streamrl.bus.clocks import Clocks
 from streamrl.bus.port import Bus, Outgoing, Publisher, Record, Subscription
-from streamrl.bus.waiting import happens_within
+from streamrl.bus.waiting import wait_for_event
 from streamrl.producers.generation.control import ControlFollower
 from streamrl.producers.generation.engines.port import Engine, Interrupted, Tokenizer, encoded
 from streamrl.producers.generation.heartbeat import Heartbeats
@@ -183,7 +183,7 @@ class WorkerSession:
             """Return when the engine runs no sample that must not change weights."""
             await executor.until_idle()
             # Before a change of policy side work must be idle, too: no sample may have weights of two policies.
-            if status.is_of_an_arm:
+            if status.has_arm_weights:
                 for work in side_work:
                     await work.until_idle()
 
@@ -282,10 +282,10 @@ class WorkerSession:
             self.status.set_state(state)
             # Orders stay on the topic: the dispatcher sees the state and gives them to other workers.
             if state is not WorkerState.READY:
-                await happens_within(stop, GATE_S)
+                await wait_for_event(stop, GATE_S)
                 continue
             records = await self.work_orders.poll(max_records=ORDERS_PER_POLL, timeout_s=POLL_S)
-            await self.adopter.may_begin.wait()
+            await self.adopter.completions_may_start.wait()
             for record in (*self.executor.take_deferred(), *records):
                 self.executor.accept(record, tasks)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from streamrl.schemas.files import write_whole
+from streamrl.schemas.files import write_atomically
 
 
 class RecentLengths:
@@ -147,7 +147,7 @@ class Buckets:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._folder / FILE, self.boundaries.model_dump_json())
+            write_atomically(self._folder / FILE, self.boundaries.model_dump_json())
         except OSError as error:
             log.warning("bucket boundaries not saved", error=str(error))
 

@@ -152,7 +152,7 @@ async def _answer(reward: "LoadedReward", pipes: Pipes, timeout_s: float, number
         pipes.reply(number, *calling.result())
     else:
         calling.cancel()
-        pipes.reply(number, None, timed_out(timeout_s))
+        pipes.reply(number, None, timeout_reason(timeout_s))
 
 
 def _unpacked(task: bytes) -> RewardTask:
@@ -203,7 +203,7 @@ def reason_of(error: BaseException) -> str:
     return (f"{name}: {text}" if text else name)[:MAX_REASON]
 
 
-def timed_out(timeout_s: float) -> str:
+def timeout_reason(timeout_s: float) -> str:
     """The reason for a completion whose call did not return in time."""
     return f"timed out after {timeout_s:g} s"
 

@@ -26,12 +26,12 @@ from typing import Any, Protocol, Self
 import msgpack
 import structlog
 
-from streamrl.bus.waiting import to_its_end, until_ended
-from streamrl.producers.rewards.child import RewardResult, timed_out
+from streamrl.bus.waiting import to_its_end, wait_for_tasks
+from streamrl.producers.rewards.child import RewardResult, timeout_reason
 from streamrl.producers.rewards.sandbox import environment_for
 from streamrl.producers.rewards.settings import RewardSettings
 from streamrl.schemas.errors import RewardLoadError
-from streamrl.schemas.import_path import own_command
+from streamrl.schemas.import_path import module_command
 from streamrl.schemas.trajectories import Prompt
 
 log = structlog.get_logger()
@@ -161,7 +161,9 @@ class RewardCall:
             self.result.set_result((reward, reason))
 
 
-def offenders(unanswered: list[RewardCall], *, is_async: bool) -> tuple[list[RewardCall], list[RewardCall]]:
+def failed_and_suspect_calls(
+    unanswered: list[RewardCall], *, is_async: bool
+) -> tuple[list[RewardCall], list[RewardCall]]:
     """The calls that failed when the process died, and the suspects, which are repeated one at a time.
 
     A synchronous function answers in order, so the first unanswered call failed. With an async function it may be any
@@ -238,7 +240,7 @@ class RewardQueue:
                 # Clear _process first, so that no call is sent, and blamed, while the last output is read.
                 process, self._process = self._process, None
                 ended = await process.ended()
-                self._blame(process, timed_out(self._settings.timeout_s) if self._has_hung else ended)
+                self._blame(process, timeout_reason(self._settings.timeout_s) if self._has_hung else ended)
                 self._has_hung = False
             self._send()
 
@@ -316,7 +318,7 @@ class RewardQueue:
                     process.kill()
 
     def _blame(self, process: "RewardProcess", reason: str) -> None:
-        failed, suspects = offenders(list(self._unanswered.values()), is_async=process.is_async)
+        failed, suspects = failed_and_suspect_calls(list(self._unanswered.values()), is_async=process.is_async)
         others = [call for call in self._unanswered.values() if call not in failed and call not in suspects]
         self._unanswered.clear()
         # The others go back to the front, in their order: they have waited longest.
@@ -434,7 +436,7 @@ async def _spawn(arguments: Sequence[str], environment: dict[str, str]) -> async
     python_path = os.pathsep.join(filter(None, (_ROOT, environment.get("PYTHONPATH"))))
     spawning = asyncio.ensure_future(
         asyncio.create_subprocess_exec(
-            *own_command("streamrl.producers.rewards.child", *arguments),
+            *module_command("streamrl.producers.rewards.child", *arguments),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -444,7 +446,7 @@ async def _spawn(arguments: Sequence[str], environment: dict[str, str]) -> async
     )
     try:
         # A creation that is cancelled half-way could leave a process running.
-        await until_ended([spawning])
+        await wait_for_tasks([spawning])
     except asyncio.CancelledError:
         if spawning.exception() is None:
             spawning.result().kill()

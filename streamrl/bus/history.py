@@ -3,7 +3,7 @@
 Invariants, each with a test of its name:
 - reading_stops_at_the_ends_seen_at_the_start: even if transaction markers, which are never delivered, come last;
 - only_requested_offsets_are_delivered: no record outside the named ranges, and each partition in ascending order;
-- a_kept_connection_never_changes_an_answer: see ``KeptHistory``.
+- a_kept_connection_never_changes_an_answer: see ``ConnectedHistory``.
 """
 
 import asyncio
@@ -191,7 +191,7 @@ class BusHistory:
         return subscription
 
 
-class KeptHistory:
+class ConnectedHistory:
     """``bus.history.History`` that keeps one subscription open, for a caller that asks often and waits for answers.
 
     A question over the open subscription costs one or two requests; opening one costs a dozen. ``topics`` are those

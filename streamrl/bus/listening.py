@@ -16,7 +16,7 @@ log = structlog.get_logger()
 
 
 @dataclass
-class Listening:
+class HeartbeatReader:
     """Polls a subscription to heartbeats. ``timeout_s``: seconds of silence after which a process counts as lost.
 
     ``extend`` is called with the seconds to give back. ``given_back`` holds the seconds given back in the last poll,

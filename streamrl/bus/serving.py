@@ -6,7 +6,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from streamrl.bus.waiting import to_its_end, until_ended
+from streamrl.bus.waiting import to_its_end, wait_for_tasks
 
 TURNS = 10
 """Turns of the event loop to wait at the end of a server.
@@ -83,4 +83,4 @@ class OpenRequests:
         for task in late:
             task.cancel()
         if late:
-            await until_ended(late)
+            await wait_for_tasks(late)

@@ -19,7 +19,7 @@ def _do_nothing() -> None:
     pass
 
 
-async def happens_within(event: asyncio.Event, seconds: float) -> bool:
+async def wait_for_event(event: asyncio.Event, seconds: float) -> bool:
     """Wait until an event is set, at most ``seconds``; returns whether it is set."""
     try:
         async with asyncio.timeout(seconds):
@@ -28,7 +28,7 @@ async def happens_within(event: asyncio.Event, seconds: float) -> bool:
         return event.is_set()
 
 
-async def until_ended(tasks: "Iterable[asyncio.Future[Any]]", on_cancel: Callable[[], object] = _do_nothing) -> None:
+async def wait_for_tasks(tasks: "Iterable[asyncio.Future[Any]]", on_cancel: Callable[[], object] = _do_nothing) -> None:
     """Wait until all tasks have ended, with or without an error. The tasks are not cancelled.
 
     ``on_cancel`` is called if the caller is cancelled during the wait, and may make the tasks end sooner.
@@ -65,7 +65,7 @@ async def to_its_end(call: Coroutine[Any, Any, T], patience_s: float | None = No
     cancel_later: Callable[[], object] = _do_nothing
     if patience_s is not None:
         cancel_later = partial(loop.call_later, patience_s, task.cancel)
-    await until_ended([task], on_cancel=cancel_later)
+    await wait_for_tasks([task], on_cancel=cancel_later)
     return task.result()
 
 
@@ -79,7 +79,7 @@ async def end_tasks(tasks: "Iterable[asyncio.Task[Any]]") -> None:
     for task in tasks:
         task.cancel()
         task.add_done_callback(_drop)
-    await until_ended(tasks)
+    await wait_for_tasks(tasks)
 
 
 def _drop(task: "asyncio.Task[Any]") -> None:
@@ -118,7 +118,7 @@ async def in_thread(
         on_cancel()
 
     try:
-        await until_ended([made], on_cancel=drop)
+        await wait_for_tasks([made], on_cancel=drop)
     except asyncio.CancelledError as cancelled:
         # Asking for the error marks it as retrieved. It becomes the cause of the cancellation.
         raise cancelled from (None if made.cancelled() else made.exception())

@@ -14,7 +14,7 @@ from typer.exceptions import TyperException
 from streamrl.cli import inspect, operate, plan, run
 from streamrl.inspection.process import FIRST_GENERATION
 from streamrl.schemas import stopping
-from streamrl.schemas.errors import DiskFull, StreamRLError, UserError, is_interrupted, lacks_room
+from streamrl.schemas.errors import DiskFull, StreamRLError, UserError, is_disk_full_error, is_interrupted
 from streamrl.schemas.plain_text import plain_text
 
 
@@ -46,7 +46,7 @@ def _typer_errors_in_one_line() -> Iterator[None]:
         raise UserError(f"{message[:1].lower()}{message[1:]}; see `{context.command_path} --help`") from error
     except KeyboardInterrupt as interrupt:
         # Handled here, because typer would always exit with Ctrl-C's code, also after another signal.
-        stopping.say_stopped()
+        stopping.report_stopped()
         raise typer.Exit(stopping.exit_code()) from interrupt
 
 
@@ -92,7 +92,7 @@ def main() -> None:
     except StreamRLError as error:
         _exit_with(error)
     except OSError as error:
-        if not lacks_room(error):
+        if not is_disk_full_error(error):
             raise
         _exit_with(_disk_full(error))
     except ExceptionGroup as group:
@@ -106,7 +106,7 @@ def _first_known_error(group: BaseExceptionGroup[BaseException]) -> StreamRLErro
     for error in group.exceptions:
         if isinstance(error, StreamRLError):
             return error
-        if isinstance(error, OSError) and lacks_room(error):
+        if isinstance(error, OSError) and is_disk_full_error(error):
             return _disk_full(error)
         if isinstance(error, BaseExceptionGroup) and (found := _first_known_error(error)) is not None:
             return found
@@ -127,7 +127,7 @@ def _exit_with(error: StreamRLError) -> NoReturn:
     # Standard error itself may be redirected to the full disk.
     with suppress(OSError):
         print(f"error: {text}", file=sys.stderr)
-    sys.exit(DiskFull.exit_code if lacks_room(error) else error.exit_code)
+    sys.exit(DiskFull.exit_code if is_disk_full_error(error) else error.exit_code)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from streamrl.inspection.process import (
     enter_own_session,
     log_to_stderr,
     lower_priority,
-    say_at_once,
+    print_before_imports,
     use_one_thread,
 )
 from streamrl.schemas.errors import UserError
@@ -443,7 +443,7 @@ def ui(
 
     The page has the loop, curves, a timeline, trajectories and dead letters. Any number of people may watch a run.
     """
-    say_at_once("looking for the run")
+    print_before_imports("looking for the run")
     use_one_thread()
     from streamrl.inspection.dashboard.server import serve
     from streamrl.inspection.diagnostics.connect import connect
@@ -468,7 +468,7 @@ def top(
     The view has the loop, curves, lengths, workers, trajectories and events. Any number of people may watch a run.
     Without a terminal, it prints one line per interval until the run is finished.
     """
-    say_at_once("looking for the run")
+    print_before_imports("looking for the run")
     use_one_thread()
     import sys
 

@@ -100,10 +100,10 @@ def _require_writable(out: Path) -> None:
     """
     import os
 
-    from streamrl.deploy.local.task_check import must_be_writable
+    from streamrl.deploy.local.task_check import require_writable
     from streamrl.schemas.errors import UserError
 
     if out.is_dir() or (out.exists() and not os.access(out, os.W_OK)):
         got = "a directory" if out.is_dir() else "a file without write permission"
         raise UserError(f"expected a file for the profile, got {out}, {got}; name another with --out")
-    must_be_writable(out.parent)
+    require_writable(out.parent)

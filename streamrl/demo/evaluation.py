@@ -28,7 +28,7 @@ _SEED = 1 << 40
 
 
 @dataclass(frozen=True)
-class Solved:
+class Solution:
     """A question with the model's solution; ``tokens`` counts the end token."""
 
     prompt: str
@@ -39,9 +39,9 @@ class Solved:
     tokens: int
 
 
-def solve(model: Any, tokenizer: Any, questions: Sequence[Question], *, sampled: bool = False) -> list[Solved]:
+def solve(model: Any, tokenizer: Any, questions: Sequence[Question], *, sampled: bool = False) -> list[Solution]:
     """The most likely solution of each question, or one that is sampled as in a run; at most 48 tokens each."""
-    solved: list[Solved] = []
+    solved: list[Solution] = []
     # The full distribution at temperature 1, as a worker samples it. The default of transformers is the top 50 tokens.
     how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampled else {"do_sample": False}
     for start in range(0, len(questions), BATCH_SIZE):
@@ -59,18 +59,18 @@ def solve(model: Any, tokenizer: Any, questions: Sequence[Question], *, sampled:
         right = exact_match(ANSWER_PATTERN)(texts, answer=answers)
         lengths = (output != tokenizer.pad_token_id).sum(dim=1).tolist()
         solved += [
-            Solved(question.text, text, question.answer, style_of(text), bool(reward), length)
+            Solution(question.text, text, question.answer, style_of(text), bool(reward), length)
             for question, text, reward, length in zip(batch, texts, right, lengths, strict=True)
         ]
     return solved
 
 
-def share_correct(solved: Sequence[Solved]) -> float:
+def share_correct(solved: Sequence[Solution]) -> float:
     """Share of correct answers, 0 to 1; 0 if there are none."""
     return sum(one.correct for one in solved) / max(len(solved), 1)
 
 
-def metrics_of(greedy: Sequence[Solved], rounds: Sequence[Sequence[Solved]]) -> dict[str, float]:
+def metrics_of(greedy: Sequence[Solution], rounds: Sequence[Sequence[Solution]]) -> dict[str, float]:
     """Metrics for the run's summary; ``rounds`` has one sampled solution per question each, in the same order.
 
     ``accuracy`` and ``greedy_share_worked`` are for greedy solutions, all others for sampled ones, as the policy is

@@ -41,7 +41,7 @@ from streamrl.demo.task import (
     training_questions,
 )
 from streamrl.schemas.errors import ModelError
-from streamrl.schemas.import_path import own_command
+from streamrl.schemas.import_path import module_command
 
 Progress = Callable[[str], None]
 MAX_THREADS = 1
@@ -142,7 +142,7 @@ def _train(directory: Path, seed: int, recipe: WarmStartRecipe, progress: Progre
     # Errors go to a file, because a second pipe would fill up unread, and the child would wait for ever.
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
-            own_command("streamrl.demo.warm_start", *arguments),
+            module_command("streamrl.demo.warm_start", *arguments),
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -172,12 +172,12 @@ def make_once(target: Path, make: Callable[[Path], object], progress: Progress) 
     locks.mkdir(parents=True, exist_ok=True)
     with locked(locks / target.name, progress, f"makes {target}"):
         if not target.is_dir():
-            with appearing_whole(target) as directory:
+            with atomic_directory(target) as directory:
                 make(directory)
 
 
 @contextmanager
-def appearing_whole(target: Path) -> Iterator[Path]:
+def atomic_directory(target: Path) -> Iterator[Path]:
     """A scratch directory that is renamed to ``target`` at the end of the block, unless the block raises.
 
     If another process was faster, its result is kept, since it is the same.

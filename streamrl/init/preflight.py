@@ -25,10 +25,10 @@ from streamrl.deploy.local.task_check import (
     SampledPrompts,
     disk_room,
     fails_too_often,
-    is_pointless,
-    must_be_writable,
     parameters_of,
+    refuses_too_many,
     require_engine,
+    require_writable,
 )
 from streamrl.inspection.environment import read_machine
 from streamrl.observability.metrics.tracking import try_trackers
@@ -181,7 +181,7 @@ async def _try_out(feature: Feature, settings: Settings) -> list[Check]:
 def _check_tracking(settings: Settings) -> Check:
     try_trackers(settings.tracking)
     for name in settings.tracking.to:
-        must_be_writable(settings.run.path / "tracking" / name)
+        require_writable(settings.run.path / "tracking" / name)
     return Check("tracking", "ok", f"{', '.join(settings.tracking.to)}: can be imported and write files")
 
 
@@ -192,7 +192,7 @@ async def check_broker(settings: Settings) -> list[Check]:
         BrokerError: the broker does not answer, or there is no Java to start one.
     """
     # In the order of a run: the configured broker, one that was left running here, else the run's own.
-    address = settings.kafka.bootstrap_servers or detached.left_running()
+    address = settings.kafka.bootstrap_servers or detached.running_bootstrap_servers()
     if address is None:
         return [_embedded()]
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
@@ -259,7 +259,9 @@ def check_lengths(
         detail = f"{shortest} to {longest} tokens in {len(found.lengths):,} prompts{sample}, at most {bound} allowed"
         checks.append(Check("lengths", "ok", detail))
     if found.refused:
-        state: Literal["note", "fail"] = "fail" if is_pointless(found, settings.ingest.max_refused_share) else "note"
+        state: Literal["note", "fail"] = (
+            "fail" if refuses_too_many(found, settings.ingest.max_refused_share) else "note"
+        )
         advice = "raise loop.max_prompt_length" if bound < facts.max_length - 1 else "use a model with more positions"
         too_long = f"longer than {bound} tokens" in found.refused
         advice = f"{advice}, or leave them out with data.filter" if too_long else ""
@@ -303,7 +305,7 @@ def _checkpoints(settings: Settings) -> Check:
         storage = open_storage(location, Path(cache))
         # A remote location has no directory for a trial file; there, listing it must do.
         if not (isinstance(location, str) and REMOTE.fullmatch(location)):
-            must_be_writable(Path(location))
+            require_writable(Path(location))
         try:
             steps = [slot.step for slot in storage.slots()]
         except (OSError, CheckpointError) as error:

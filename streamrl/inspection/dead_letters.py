@@ -35,7 +35,7 @@ from streamrl.inspection.opening import index_of
 from streamrl.inspection.source import broker_of, history_of, open_run
 from streamrl.observability.record_index.entries import RETRY_OF, RefKind, number
 from streamrl.observability.record_index.following import IndexFollower
-from streamrl.schemas.codec import Headers, decode, named_error
+from streamrl.schemas.codec import Headers, dead_letter_error_class, decode
 from streamrl.schemas.errors import Superseded, UserError, WireError
 from streamrl.schemas.messages import Message
 from streamrl.schemas.plain_text import plain_lines, plain_text
@@ -140,7 +140,7 @@ def dead_letter_of(record: Record) -> DeadLetter:
     return DeadLetter(
         record=record,
         origin=_origin(named),
-        error_class=named_error(record.headers),
+        error_class=dead_letter_error_class(record.headers),
         reason=named.get("dlq-error", ""),
         cut_from=number(named.get("dlq-cut-from")),
     )

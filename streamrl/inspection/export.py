@@ -37,7 +37,7 @@ from streamrl.schemas.topics import (
     EVALUATION_SAMPLES,
     EVALUATIONS,
     HEARTBEATS,
-    OF_AN_INSTANCE,
+    INSTANCE_TOPICS,
     PARTIAL_TRAJECTORIES,
     SKIPS,
     STEPS,
@@ -158,7 +158,7 @@ class Exporter:
         # Steps before trajectories: a report refers to older records, which lie within ends that are fixed later. An
         # instance's topics come first, because their records refer to those of the run.
         scopes = await scopes_of(self.history, self.run)
-        wanted = [(scope, topic) for scope in scopes for topic in topics if topic in OF_AN_INSTANCE]
+        wanted = [(scope, topic) for scope in scopes for topic in topics if topic in INSTANCE_TOPICS]
         wanted += [(self.run, topic) for topic in sorted(topics, key=ALL.index)]
         held = {(scope, topic): await self._extents(topic.full_name(scope)) for scope, topic in wanted}
         if not any(held.values()):

@@ -74,11 +74,11 @@ def lower_priority(niceness: int = NICENESS) -> None:
     forwards signals to the child, and ends with the child's exit code.
     """
     enter_own_session()
-    give_way(niceness)
+    raise_niceness(niceness)
 
 
 def enter_own_session() -> None:
-    """Move to a session of its own, so that ``give_way`` works later. Call it before any thread is started.
+    """Move to a session of its own, so that ``raise_niceness`` works later. Call it before any thread is started.
 
     As with ``lower_priority``, it returns in a child process.
     """
@@ -86,7 +86,7 @@ def enter_own_session() -> None:
         _continue_in_own_session()
 
 
-def give_way(niceness: int) -> None:
+def raise_niceness(niceness: int) -> None:
     """Lower the priority of all threads of this process."""
     _set_niceness(max(niceness, _STARTED_WITH))
 
@@ -108,7 +108,7 @@ async def give_way_when(is_shown: Callable[[], bool]) -> None:
     """Lower a display's priority as soon as it has shown something."""
     while not is_shown():  # noqa: ASYNC110 - no event tells that something was shown
         await asyncio.sleep(SHOWN_S)
-    give_way(DISPLAY_NICENESS)
+    raise_niceness(DISPLAY_NICENESS)
 
 
 _answering = 0
@@ -133,10 +133,10 @@ def normal_priority() -> Iterator[None]:
     finally:
         _answering -= 1
         if not _answering:
-            give_way(DISPLAY_NICENESS)
+            raise_niceness(DISPLAY_NICENESS)
 
 
-def say_at_once(text: str) -> None:
+def print_before_imports(text: str) -> None:
     """Tell a user what is about to happen, before slow imports, which may take long on a busy machine."""
     if sys.stderr.isatty():
         print(f"{text} ...", file=sys.stderr, flush=True)

@@ -104,10 +104,12 @@ def open_run(path: Path) -> PastRun:
     if (directory := directory_of(path)) is not None:
         return PastRun(directory, load_settings(directory.config, [], to_look=True))
     config = RunDirectory(path).config.name
-    raise UserError(f"expected a run's directory with {config}, or its name under {RUNS}/, got {no_run(path)}")
+    raise UserError(
+        f"expected a run's directory with {config}, or its name under {RUNS}/, got {describe_missing_run(path)}"
+    )
 
 
-def no_run(path: Path) -> str:
+def describe_missing_run(path: Path) -> str:
     """Why a path is not a run's: it does not exist, or has no configuration. Names any runs in its ``runs/``."""
     if not path.is_dir():
         return f"{path}, which does not exist"
@@ -168,7 +170,7 @@ def broker_of(run: PastRun, scratch: Path | None, progress: Callable[[str], None
             yield cluster.bootstrap_servers
         return
     # Last choice: the broker of `streamrl kafka up`, which may serve many runs.
-    if (address := detached.left_running()) is None:
+    if (address := detached.running_bootstrap_servers()) is None:
         raise UserError(
             f"expected a broker with the topics of run {run.name}, found none: name it with "
             "STREAMRL_KAFKA__BOOTSTRAP_SERVERS, or read an export with --export DIR"

@@ -310,7 +310,7 @@ class TransferPoint:
         return self.fetch_s + self.read_s + self.adopt_s
 
 
-async def transferred(ready: WeightsReady, cache: Path, decoder: Decoder[Any]) -> TransferPoint:
+async def measure_transfer(ready: WeightsReady, cache: Path, decoder: Decoder[Any]) -> TransferPoint:
     """Transfer one announced version into an idle decoder, and measure it."""
     started_at = time.perf_counter()
     directory = await WeightsFetcher(cache).fetch(ready)
@@ -323,7 +323,7 @@ async def transferred(ready: WeightsReady, cache: Path, decoder: Decoder[Any]) -
 
 
 @asynccontextmanager
-async def relay_of(store: Path) -> AsyncIterator[str]:
+async def open_relay(store: Path) -> AsyncIterator[str]:
     """Run a relay over a weights store during the block; gives its address on the loopback interface."""
     (port,) = free_ports(1)
     settings, stop = RelaySettings(port=port), asyncio.Event()

@@ -51,7 +51,7 @@ def recorded_lengths(place: Path | None) -> Sequence[int]:
 
 StageSeconds = Callable[[int], float]
 """Gives the best seconds of a stage for one step on a number of devices; more devices never take longer."""
-Composed = Callable[[float, float], float]
+StepSeconds = Callable[[float, float], float]
 """Gives the seconds of a step from the seconds of its generation and of its training."""
 
 
@@ -70,7 +70,7 @@ def one_site(
     devices: int,
     generate_s: StageSeconds,
     train_s: StageSeconds,
-    composed: Composed,
+    composed: StepSeconds,
     candidates: int = 1,
     most_trainers: int | None = None,
 ) -> list[Split]:
@@ -94,7 +94,7 @@ def one_site(
 
 
 def two_sites(
-    workers: int, trainers: int, generate_s: StageSeconds, train_s: StageSeconds, composed: Composed
+    workers: int, trainers: int, generate_s: StageSeconds, train_s: StageSeconds, composed: StepSeconds
 ) -> Split:
     """A split of devices that can only generate and others that can only train.
 
@@ -122,7 +122,7 @@ OVERHEAD = 0.02
 """Largest share of a micro-batch's time for launching it."""
 
 
-def composed(mode: Mode, hand_over_s: float) -> Composed:
+def composed(mode: Mode, hand_over_s: float) -> StepSeconds:
     """A mode's function for the seconds of a step. ``hand_over_s``: from its end until workers sample with its weights.
 
     Only asynchronous modes hide both the shorter stage and the hand-over; stream hides at best the shorter stage.
@@ -228,7 +228,7 @@ class Planner:
         """
         for mode in modes:
             progress(f"looking for the best split in mode {mode}")
-        with expecting(self.demand.settings, self.demand.recorded) as settings:
+        with with_recorded_lengths(self.demand.settings, self.demand.recorded) as settings:
             demand = replace(self.demand, settings=settings)
             if len(modes) == 1:
                 return [ModeSearch.of(demand, modes[0]).best()]
@@ -257,7 +257,7 @@ def _best(demand: Demand, mode: Mode) -> Choice:
 
 
 @contextmanager
-def expecting(settings: Settings, recorded: Sequence[int]) -> Iterator[Settings]:
+def with_recorded_lengths(settings: Settings, recorded: Sequence[int]) -> Iterator[Settings]:
     """The settings for this block, with emulated lengths drawn from the recorded ones, if there are any."""
     if not recorded:
         yield settings

@@ -11,7 +11,14 @@ from typing import Any
 
 from streamrl.inspection.environment import device_name, library_versions
 from streamrl.planning.fitting import Fitted, fit_decode, fit_prefill, fit_training
-from streamrl.planning.measuring import DecodeMeter, TrainMeter, TransferPoint, endless_model, relay_of, transferred
+from streamrl.planning.measuring import (
+    DecodeMeter,
+    TrainMeter,
+    TransferPoint,
+    endless_model,
+    measure_transfer,
+    open_relay,
+)
 from streamrl.producers.generation.engines.factory import build_decoder
 from streamrl.producers.generation.engines.port import Decoder
 from streamrl.schemas.control import WeightsReady
@@ -185,9 +192,9 @@ async def _train(settings: Settings, effort: Effort, scratch: Path) -> _Trained:
 
 
 async def _transfer(versions: list[WeightsReady], scratch: Path, decoder: Decoder[Any]) -> list[TransferPoint]:
-    async with relay_of(scratch / "weights") as address:
+    async with open_relay(scratch / "weights") as address:
         announced = [ready.replace(relays=(address,)) for ready in versions]
-        return [await transferred(ready, scratch / "fetched", decoder) for ready in announced]
+        return [await measure_transfer(ready, scratch / "fetched", decoder) for ready in announced]
 
 
 @contextmanager

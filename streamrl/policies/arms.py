@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from streamrl.bus.port import Subscription, message_of
-from streamrl.bus.waiting import happens_within
+from streamrl.bus.waiting import wait_for_event
 from streamrl.coordinator.policies import CoordinatorContext
 from streamrl.coordinator.state import VersionLedger
 from streamrl.policies.splitting import deal_workers, decide_split, may_be_arm
@@ -111,7 +111,7 @@ class SplitKeeper:
             if arms := tuple(sorted(self.shares)):
                 await self._follow(arms, stop)
             else:
-                await happens_within(self._changed, POLL_S)
+                await wait_for_event(self._changed, POLL_S)
 
     async def _follow(self, arms: tuple[str, ...], stop: asyncio.Event) -> None:
         """Announce the weights of these arms, as long as they are the split's."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 from streamrl.bus.port import Subscription, message_of
-from streamrl.bus.waiting import until_ended
+from streamrl.bus.waiting import wait_for_tasks
 from streamrl.consumers.training.leading import BEAT_S, beating
 from streamrl.consumers.training.session import PartsOf, TrainerContext
 from streamrl.consumers.training.trainer import Trainer
@@ -140,7 +140,7 @@ class FollowingTrainer:
         finally:
             ending.set()
             # A cancellation during this wait ends the training at once, and is waited for as well.
-            await until_ended([training], on_cancel=training.cancel)
+            await wait_for_tasks([training], on_cancel=training.cancel)
         await self._settle(control, training)
         if is_changed or was_served or not held.is_own:
             return is_changed and not stop.is_set()

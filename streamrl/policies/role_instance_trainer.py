@@ -21,14 +21,14 @@ import structlog
 from streamrl.bus.history import BusHistory
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.port import Bus, Outgoing, Position, Publisher, TopicPartition, message_of
-from streamrl.bus.waiting import happens_within
+from streamrl.bus.waiting import wait_for_event
 from streamrl.deploy.local.logs import LogRotation
 from streamrl.deploy.local.supervisor import CRASHED_AT_STOP, ChildSpec, Supervisor, stop_on_signals
 from streamrl.schemas import stopping
 from streamrl.schemas.control import InstanceState
 from streamrl.schemas.errors import BusError, StreamRLError, UserError
 from streamrl.schemas.identifiers import scope_of
-from streamrl.schemas.import_path import own_command
+from streamrl.schemas.import_path import module_command
 from streamrl.schemas.reports import InstanceBeat
 from streamrl.schemas.topics import CONTROL, HEARTBEATS
 from streamrl.settings.loading import secret_variables
@@ -101,7 +101,7 @@ async def supervise_instance(
 def trainer_spec(settings: Settings, *, adopt: bool = False) -> ChildSpec:
     """How to start an instance's trainer: from the file in its directory, with the broker's current address."""
     directory = RunDirectory(settings.run.path)
-    command = own_command("streamrl", "trainer", str(directory.config))
+    command = module_command("streamrl", "trainer", str(directory.config))
     # Secrets are passed on in the environment, since the file does not have them.
     return ChildSpec(
         name=f"trainer-{settings.run.instance}",
@@ -139,7 +139,7 @@ class DetachWatch:
             try:
                 control = await self.bus.subscribe([topic], client_id=f"{self.instance}-supervisor", start="earliest")
             except StreamRLError:
-                await happens_within(over, RETRY_S)
+                await wait_for_event(over, RETRY_S)
                 continue
             try:
                 while not over.is_set():
@@ -150,7 +150,7 @@ class DetachWatch:
                         return
             except StreamRLError as error:
                 log.warning("not known whether the instance is detached", error=str(error))
-                await happens_within(over, RETRY_S)
+                await wait_for_event(over, RETRY_S)
             finally:
                 await control.close()
 

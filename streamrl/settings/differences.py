@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 ABSENT = "–"
-OWN_TO_A_RUN = ("run.name", "run.directory", "kafka.bootstrap_servers", "relay.port")
+PER_RUN_SETTINGS = ("run.name", "run.directory", "kafka.bootstrap_servers", "relay.port")
 """Settings that differ between any two runs."""
 
 

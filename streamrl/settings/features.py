@@ -56,7 +56,7 @@ class ChildProcess:
 
     ``name`` names the process and its log; ``role`` and ``arguments`` are its command. ``optional``: the run continues
     without it. ``awaited``: the run waits for this process to end. ``is_single``: a run has only one of it.
-    ``beside_trainer``: it gets the trainer's devices.
+    ``on_trainer_devices``: it gets the trainer's devices.
     """
 
     name: str
@@ -65,7 +65,7 @@ class ChildProcess:
     optional: bool = False
     awaited: bool = False
     is_single: bool = False
-    beside_trainer: bool = False
+    on_trainer_devices: bool = False
 
 
 @dataclass(frozen=True)

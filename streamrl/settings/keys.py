@@ -145,7 +145,7 @@ IN_OTHER_LIBRARIES = {
 }
 """Names in TRL, verl, prime-rl and OpenRLHF, with or without their section, to the setting's name here."""
 
-NOT_HERE = {
+WITHOUT_COUNTERPART = {
     **dict.fromkeys(("num_train_epochs", "total_epochs", "num_episodes"), "a run lasts training.max_steps steps"),
     **dict.fromkeys(
         ("nnodes", "deepspeed", "zero_stage", "fsdp_config"),
@@ -202,7 +202,7 @@ def suggestion(location: Key) -> str:
     *parents, wrong = location
     siblings = keys_in(tuple(parents))
     prefix = "".join(f"{part}." for part in parents)
-    if (why := NOT_HERE.get(wrong)) is not None:
+    if (why := WITHOUT_COUNTERPART.get(wrong)) is not None:
         return f"; StreamRL has no such setting: {why}"
     if not parents and wrong in SECTIONS_ELSEWHERE:
         page = f"docs/moving.md lists the counterparts of {SECTIONS_ELSEWHERE[wrong]}'s settings"

@@ -122,12 +122,12 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Tree:
     """Read ``STREAMRL_SECTION__KEY=value``; variables without a double underscore are not settings."""
     tree: Tree = {}
     for name, text in environ.items():
-        if is_variable(name):
+        if is_setting_variable(name):
             _put(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), text)
     return tree
 
 
-def is_variable(name: str) -> bool:
+def is_setting_variable(name: str) -> bool:
     """Whether an environment variable is a setting; others with the prefix, such as STREAMRL_CACHE, are not."""
     return name.startswith(ENV_PREFIX) and "__" in name
 

@@ -22,7 +22,7 @@ from streamrl.settings.contradictions import meaningless_keys, refuse_contradict
 from streamrl.settings.explaining import value_at
 from streamrl.settings.features import features
 from streamrl.settings.keys import REMOVED, RENAMED, Key, known_keys, secret_keys, suggestion
-from streamrl.settings.layers import SettingsLayers, Tree, is_variable, merged
+from streamrl.settings.layers import SettingsLayers, Tree, is_setting_variable, merged
 from streamrl.settings.tree import Settings
 
 
@@ -75,7 +75,7 @@ def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
     The variables are already part of the resolved file. A child that read them again would let them override that file,
     and with it the command line that had overridden them.
     """
-    return {name: value for name, value in environ.items() if not is_variable(name)}
+    return {name: value for name, value in environ.items() if not is_setting_variable(name)}
 
 
 def as_toml(settings: Settings) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamrl.schemas.errors import SettingsError, UserError
-from streamrl.schemas.files import write_whole
+from streamrl.schemas.files import write_atomically
 from streamrl.schemas.identifiers import INSTANCES
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class RunDirectory:
             UserError: the directory cannot be written.
         """
         try:
-            write_whole(self.config, text)
+            write_atomically(self.config, text)
         except OSError as error:
             raise UserError(f"expected a writable directory for the run, got {self.path}: {error.strerror}") from error
 

@@ -20,8 +20,8 @@ from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.producers.prompts.settings import DataSettings
 from streamrl.producers.rewards.settings import RewardSettings
 from streamrl.schemas.errors import SettingsError
-from streamrl.schemas.identifiers import INSTANCES, SERVED_POLICY, is_plain_name, run_and_policy
-from streamrl.schemas.profiles import TYPICAL_CURVE, DecodeCurve, DecodeSettings, DeviceProfile, TrainingCosts
+from streamrl.schemas.identifiers import INSTANCES, SERVED_POLICY, is_plain_name, parse_scope
+from streamrl.schemas.profiles import DEFAULT_CURVE, DecodeCurve, DecodeSettings, DeviceProfile, TrainingCosts
 from streamrl.schemas.settings import UNSET, LoopSettings, Section
 from streamrl.settings.feature_folders import feature_sections
 from streamrl.weights.settings import RelaySettings
@@ -101,7 +101,7 @@ class RunSettings(Section):
     def _plain(cls, name: str) -> str:
         if name and not is_plain_name(name):
             raise ValueError(f"expected 1 to 64 of a-z, 0-9, '.', '_' and '-', got {name!r}")
-        if run_and_policy(name) != (name, SERVED_POLICY):
+        if parse_scope(name) != (name, SERVED_POLICY):
             raise ValueError(f"expected a name without '.policy.', which is for attached instances, got {name!r}")
         return name
 
@@ -313,7 +313,7 @@ def decode_curve(settings: Settings) -> DecodeCurve:
         return _in_wall_clock(settings, DeviceProfile.read(settings.dispatch.profile).decode)
     if settings.generation.engine == "emulated":
         return _in_wall_clock(settings, settings.emulation.decode)
-    return TYPICAL_CURVE
+    return DEFAULT_CURVE
 
 
 def worker_curves(settings: Settings) -> dict[str, DecodeCurve]:

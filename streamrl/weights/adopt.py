@@ -17,7 +17,7 @@ from typing import Protocol
 import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
-from streamrl.bus.waiting import happens_within, in_thread
+from streamrl.bus.waiting import in_thread, wait_for_event
 from streamrl.schemas.control import AnnouncedWeights
 from streamrl.schemas.errors import WeightsError
 from streamrl.schemas.identifiers import PolicyVersion, named_version
@@ -67,8 +67,8 @@ class WeightsAdopter:
 
     ``held``: the version in the engine; None before the first. ``series``: that version's series; empty for the run's
     own. ``until_idle`` returns when no completion is running; only then does the engine take weights of another series.
-    With ``only_idle`` it takes all weights only then. ``may_begin`` is cleared while an idle engine takes weights, and
-    set at all other times.
+    With ``only_idle`` it takes all weights only then. ``completions_may_start`` is cleared while an idle engine takes
+    weights, and set at all other times.
     """
 
     engine: TakesWeights
@@ -78,12 +78,12 @@ class WeightsAdopter:
     only_idle: bool = False
     held: PolicyVersion | None = field(init=False, default=None)
     series: str = field(init=False, default="")
-    may_begin: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    completions_may_start: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _wanted: AnnouncedWeights | None = field(init=False, default=None)
     _offered: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        self.may_begin.set()
+        self.completions_may_start.set()
 
     def offer(self, ready: AnnouncedWeights) -> None:
         """Take an announcement. One older than the newest so far is ignored; a repeated one may name other relays.
@@ -123,11 +123,11 @@ class WeightsAdopter:
                         ready, directory = await self._fetch_newest()
             elif self._waits_for_idle(ready):
                 ready, directory = await self._newest_when_idle(ready, directory)
-                self.may_begin.clear()
+                self.completions_may_start.clear()
             try:
                 await self.engine.adopt(directory, ready.version)
             except WeightsError as error:
-                if self.fetcher.takes_files_after(directory):
+                if self.fetcher.falls_back_to_files(directory):
                     log.info("weights not sent, fetching files", reason=str(error), held=str(self.held))
                     self._offered.set()
                     continue
@@ -139,7 +139,7 @@ class WeightsAdopter:
             else:
                 await self._hold(ready)
             finally:
-                self.may_begin.set()
+                self.completions_may_start.set()
 
     def _waits_for_idle(self, ready: AnnouncedWeights) -> bool:
         return self.only_idle or ready.series != self.series
@@ -198,7 +198,7 @@ class WeightsAdopter:
 
     async def _wait_for_a_newer_one(self, pause_s: float) -> None:
         """Pause between two attempts, but no longer than until a newer version: the older may be gone for good."""
-        await happens_within(self._offered, pause_s)
+        await wait_for_event(self._offered, pause_s)
 
     def _log_failure(self, attempt: RetryCallState) -> None:
         error = attempt.outcome.exception() if attempt.outcome is not None else None

@@ -31,7 +31,15 @@ from urllib.parse import unquote
 from streamrl.schemas.errors import WeightsError
 from streamrl.schemas.files import sha256_of
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.weights import INCOMING, MANIFEST, SERIES, WeightManifest, note_run, run_noted, version_in
+from streamrl.schemas.weights import (
+    INCOMING_PREFIX,
+    MANIFEST,
+    SERIES,
+    WeightManifest,
+    read_run_id,
+    version_in,
+    write_run_id,
+)
 
 LOCK = ".lock"
 DISCARDED = ".discarded-"
@@ -71,7 +79,7 @@ class WeightCache:
         The manifest's hash is part of the directory's name, so that leftovers of another version with the same number
         do not get mixed in. A ``suffix`` gives a directory that no peer uses.
         """
-        directory = self.root / f"{INCOMING}{version}-{manifest_sha256[:16]}{suffix}"
+        directory = self.root / f"{INCOMING_PREFIX}{version}-{manifest_sha256[:16]}{suffix}"
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = _lock(directory, fcntl.LOCK_EX, create=True)
         if descriptor is None:
@@ -91,7 +99,7 @@ class WeightCache:
     def size_of_incoming(self, version: PolicyVersion) -> int:
         """Bytes that unfinished fetches of a version have received. The number grows while a peer makes progress."""
         total = 0
-        for path in self.root.glob(f"{INCOMING}{version}-*/*"):
+        for path in self.root.glob(f"{INCOMING_PREFIX}{version}-*/*"):
             with contextlib.suppress(FileNotFoundError):
                 total += path.stat().st_size
         return total
@@ -139,12 +147,12 @@ class WeightCache:
         """Delete the unused versions of another run with this name, in all series: they may have larger numbers than
         this run's.
         """
-        if run_noted(self.root) == run_id:
+        if read_run_id(self.root) == run_id:
             return
         self.root.mkdir(parents=True, exist_ok=True)
         for root in (self.root, *(self.root / SERIES).glob("*")):
             _delete_unused(root, lambda version: True)
-        note_run(self.root, run_id)
+        write_run_id(self.root, run_id)
 
     def release(self) -> None:
         """Release all versions. They stay for other workers, which delete them when they adopt the next version."""
@@ -276,7 +284,7 @@ def _delete_unused(root: Path, is_old: Callable[[PolicyVersion | None], bool]) -
             shutil.rmtree(directory, ignore_errors=True)
             continue
         version = version_in(directory.name)
-        if (version is None and not directory.name.startswith(INCOMING)) or not is_old(version):
+        if (version is None and not directory.name.startswith(INCOMING_PREFIX)) or not is_old(version):
             continue
         if not (directory / LOCK).exists():
             _discard(directory)

@@ -22,13 +22,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from streamrl.schemas.errors import DiskFull, LateExport, lacks_room
+from streamrl.schemas.errors import DiskFull, LateExport, is_disk_full_error
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weight_deltas import write_delta
 from streamrl.schemas.weights import (
     ADAPTER,
     MANIFEST,
-    TEMPORARY,
+    TEMPORARY_PREFIX,
     WEIGHTS,
     WeightAdapter,
     WeightDelta,
@@ -78,7 +78,7 @@ class WeightExporter:
         try:
             return self._export(tensors, texts, version, step, now, adapter)
         except (OSError, SafetensorError) as error:
-            if not lacks_room(error):
+            if not is_disk_full_error(error):
                 raise
             needed = sum(tensor.nbytes for tensor in tensors.values())
             raise DiskFull(
@@ -162,7 +162,7 @@ def appearing_directory(target: Path) -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     # A random suffix: two exports of one version must not write into the same directory.
-    temporary = target.parent / f"{TEMPORARY}{target.name}-{uuid.uuid4().hex[:8]}"
+    temporary = target.parent / f"{TEMPORARY_PREFIX}{target.name}-{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
     try:
         yield temporary

@@ -117,7 +117,7 @@ class WeightsFetcher:
         written.rename(directory / SENT)
         return directory
 
-    def takes_files_after(self, directory: Path) -> bool:
+    def falls_back_to_files(self, directory: Path) -> bool:
         """Whether the refused weights of this directory came from the sender. If so, fetch files for a while."""
         if not directory.is_relative_to(self.cache / TO_BE_SENT):
             return False

@@ -22,7 +22,7 @@ KINDS = {
 """torch's types by the names that safetensors gives them."""
 
 
-def mapped_tensors(file: Path) -> dict[str, torch.Tensor]:
+def map_tensors(file: Path) -> dict[str, torch.Tensor]:
     """The tensors of a file, by name. They are mapped, not copied. The caller has checked the file's header.
 
     safetensors' own ``get_tensor`` leaks two small objects per tensor: megabytes an hour in a worker that adopts

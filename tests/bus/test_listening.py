@@ -1,6 +1,6 @@
 from dataclasses import dataclass, field
 
-from streamrl.bus.listening import Listening
+from streamrl.bus.listening import HeartbeatReader
 from streamrl.bus.port import Record, TopicPartition
 from streamrl.schemas.errors import BusUnavailable
 
@@ -29,8 +29,8 @@ class Reading:
             raise BusUnavailable("no broker answers")
         return {}
 
-    def listening(self) -> Listening:
-        return Listening(self, 8.0, self.given_back.append, lambda: self.now)  # type: ignore[arg-type]
+    def listening(self) -> HeartbeatReader:
+        return HeartbeatReader(self, 8.0, self.given_back.append, lambda: self.now)  # type: ignore[arg-type]
 
 
 async def test_silence_of_an_outage_is_given_back_before_any_process_is_lost() -> None:

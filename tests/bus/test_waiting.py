@@ -3,23 +3,23 @@ import gc
 
 import pytest
 
-from streamrl.bus.waiting import end_tasks, happens_within, to_its_end, until_ended
+from streamrl.bus.waiting import end_tasks, to_its_end, wait_for_event, wait_for_tasks
 from tests.progress import patience
 
 
 async def test_what_happens_is_seen_at_once_and_what_does_not_is_waited_for_so_long() -> None:
     event, loop = asyncio.Event(), asyncio.get_running_loop()
     began = loop.time()
-    assert not await happens_within(event, 0.05)
+    assert not await wait_for_event(event, 0.05)
     assert 0.04 < loop.time() - began < 2
     loop.call_later(0.01, event.set)
-    assert await happens_within(event, 60)
-    assert await happens_within(event, 0.0)
+    assert await wait_for_event(event, 60)
+    assert await wait_for_event(event, 0.0)
     assert loop.time() - began < 10
 
 
 async def test_a_cancellation_is_none_of_its_time_outs() -> None:
-    waiting = asyncio.create_task(happens_within(asyncio.Event(), 60))
+    waiting = asyncio.create_task(wait_for_event(asyncio.Event(), 60))
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -29,7 +29,7 @@ async def test_a_cancellation_is_none_of_its_time_outs() -> None:
 async def test_an_end_is_waited_for_over_cancellations_which_then_pass() -> None:
     hurried, may_end = list[int](), asyncio.Event()
     ending = asyncio.create_task(may_end.wait())
-    waiting = asyncio.create_task(until_ended([ending], on_cancel=lambda: hurried.append(1)))
+    waiting = asyncio.create_task(wait_for_tasks([ending], on_cancel=lambda: hurried.append(1)))
     await asyncio.sleep(0)
     for _ in range(2):
         waiting.cancel()
@@ -48,7 +48,7 @@ async def test_how_a_task_ended_is_left_to_the_task() -> None:
         raise ValueError
 
     failing = asyncio.create_task(fail())
-    await until_ended([failing])
+    await wait_for_tasks([failing])
     assert isinstance(failing.exception(), ValueError)
 
 

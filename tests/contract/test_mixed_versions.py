@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from streamrl.schemas import control
 from streamrl.schemas.codec import MESSAGES, decode, encode, headers_of
 from streamrl.schemas.errors import WireVersionError
-from streamrl.schemas.messages import WIRE_VERSION, Message, is_near_version, refuse_far_version
+from streamrl.schemas.messages import WIRE_VERSION, Message, check_wire_version, is_compatible_wire_version
 from tests.contract.last_version import last_version
 from tests.schemas.examples import examples
 
@@ -75,11 +75,11 @@ def test_what_the_last_version_does_not_know_is_listed_and_raises_the_number_of_
 
 
 def test_versions_that_differ_by_one_work_together_and_others_are_refused_in_one_line() -> None:
-    near = [wire for wire in range(1, 9) if is_near_version(wire)]
+    near = [wire for wire in range(1, 9) if is_compatible_wire_version(wire)]
     assert near == [wire for wire in range(1, 9) if abs(wire - WIRE_VERSION) <= 1]
-    refuse_far_version("the trainer of run demo", last.wire)
+    check_wire_version("the trainer of run demo", last.wire)
     with pytest.raises(WireVersionError, match=r"update this process") as newer:
-        refuse_far_version("the trainer of run demo", WIRE_VERSION + 2)
+        check_wire_version("the trainer of run demo", WIRE_VERSION + 2)
     assert (newer.value.exit_code, "\n" in str(newer.value)) == (2, False)
 
 

@@ -16,7 +16,7 @@ from streamrl.schemas.control import (
     WorkerClaimed,
     control_key,
 )
-from streamrl.schemas.errors import EndUndone
+from streamrl.schemas.errors import FinishedRunContinues
 from streamrl.schemas.evaluation import EvaluationReport
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import StepReport
@@ -131,7 +131,7 @@ async def test_an_end_that_is_undone_while_it_is_told_is_an_error_once_it_is_ann
         await publish(bus, STEPS, step_report(3, 4))
         await until(task.done)
     (error,) = cast("ExceptionGroup", task.exception()).exceptions
-    assert isinstance(error, EndUndone)
+    assert isinstance(error, FinishedRunContinues)
     assert "expected nothing after step 5, announced as the last, got weights 3-4 of step 4" in str(error)
     last = controls(bus)[-1]
     assert isinstance(last, WeightsReady)

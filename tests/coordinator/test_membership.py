@@ -24,7 +24,7 @@ def test_the_newest_incarnation_holds_the_id() -> None:
     members.hear(heartbeat(incarnation="b", sent_at=4.0), 6.0)
     assert members.holders() == {"w0": "b"}
     assert members.hear(heartbeat(incarnation="a", sent_at=60.0, sequence=4, state="draining"), 7.0) is None
-    assert members.is_former("w0", "a")
+    assert members.was_replaced("w0", "a")
     assert members.holders() == {"w0": "b"}
 
 

@@ -2,7 +2,7 @@ import contextlib
 import uuid
 from typing import Any
 
-from streamrl.bus.history import NEIGHBOURS, BusHistory, Extent, KeptHistory
+from streamrl.bus.history import NEIGHBOURS, BusHistory, ConnectedHistory, Extent
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.memory import MemoryBus
@@ -138,7 +138,7 @@ async def test_a_kept_connection_never_changes_an_answer() -> None:
         return await subscribe(topics, **options)
 
     bus.subscribe = counted  # type: ignore[method-assign]
-    plain, kept = BusHistory(bus), KeptHistory(bus, ["kept.a", "kept.b"], "kept")
+    plain, kept = BusHistory(bus), ConnectedHistory(bus, ["kept.a", "kept.b"], "kept")
     positions = [
         Position("kept.a", 2, 3),
         Position("kept.b", 0, 7),
@@ -171,7 +171,7 @@ async def test_a_kept_connection_reads_what_a_new_one_reads_on_a_broker(bootstra
     bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers))
     for partition in range(3):
         await _publish(bus, topic, partition, 50)
-    plain, kept = BusHistory(bus), KeptHistory(bus.for_single_records(), [topic], "kept", bulk=bus)
+    plain, kept = BusHistory(bus), ConnectedHistory(bus.for_single_records(), [topic], "kept", bulk=bus)
     positions = [Position(topic, 0, 7), Position(topic, 2, 49), Position(topic, 1, 0), Position(topic, 0, 30)]
     try:
         for _ in range(2):

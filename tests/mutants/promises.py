@@ -493,7 +493,7 @@ PROMISES = (
         "57",
         "a cancellation that does not wait for the thread of the call",
         "streamrl/bus/waiting.py",
-        "        await until_ended([made], on_cancel=drop)\n",
+        "        await wait_for_tasks([made], on_cancel=drop)\n",
         "        await asyncio.shield(made)\n",
         (
             "tests/bus/test_threads.py::test_a_cancelled_call_waits_for_its_thread",

@@ -19,7 +19,7 @@ from streamrl.schemas.control import ArmShare, InstanceState, PolicySplit, RunFi
 from streamrl.schemas.identifiers import PolicyVersion, scope_of
 from streamrl.schemas.messages import Message
 from streamrl.schemas.reports import StepReport, TrainerBeat
-from streamrl.schemas.topics import CONTROL, HEARTBEATS, OF_AN_INSTANCE, STEPS, TRAJECTORIES, Topic
+from streamrl.schemas.topics import CONTROL, HEARTBEATS, INSTANCE_TOPICS, STEPS, TRAJECTORIES, Topic
 from tests.fakes.messages import step_report
 from tests.observability.run_state.writing import append_raw, topics_of
 from tests.progress import patience
@@ -63,7 +63,7 @@ def report(number: int, policy: str | None) -> StepReport:
 
 async def test_an_instance_that_is_attached_meanwhile_gets_a_row_and_is_not_taken_for_the_run() -> None:
     bus, scope = topics_of(RUN), scope_of(RUN, NAME)
-    for topic in OF_AN_INSTANCE:
+    for topic in INSTANCE_TOPICS:
         bus.create_topic(topic.full_name(scope), 1)
     put(bus, STEPS, RUN, report(2, None), "grpo")
     state, stop = state_of_run(), asyncio.Event()
@@ -105,7 +105,7 @@ async def test_an_instance_that_is_attached_meanwhile_gets_a_row_and_is_not_take
 
 async def test_a_served_instance_that_is_not_heard_is_told_with_what_to_do_until_it_is_heard_again() -> None:
     bus, scope, now = topics_of(RUN), scope_of(RUN, NAME), time.time()
-    for topic in OF_AN_INSTANCE:
+    for topic in INSTANCE_TOPICS:
         bus.create_topic(topic.full_name(scope), 1)
     attached(bus)
     put(bus, CONTROL, RUN, Served(sequence=2, sent_at=now, policy=NAME, since=PolicyVersion(1, 4)), "served")
@@ -171,7 +171,7 @@ WORKER = {
 async def test_status_of_instances_and_displays_tell_the_same_of_a_step() -> None:
     """By one function: `streamrl algorithms status`, `top`, the page and the Python API."""
     bus, scope = topics_of(RUN), scope_of(RUN, NAME)
-    for topic in OF_AN_INSTANCE:
+    for topic in INSTANCE_TOPICS:
         bus.create_topic(topic.full_name(scope), 1)
     attached(bus)
     newest = report(7, NAME)

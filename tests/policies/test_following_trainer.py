@@ -25,8 +25,8 @@ from streamrl.policies.attachment import SharedStream
 from streamrl.policies.following_trainer import FollowingTrainer
 from streamrl.schemas.control import Control, InstanceState, Promotion, RunFinished, Served, WeightsReady
 from streamrl.schemas.errors import BusUnavailable, IdentityError, SettingsError
-from streamrl.schemas.identifiers import PolicyVersion, named_version, run_and_policy, scope_of
-from streamrl.schemas.topics import OF_AN_INSTANCE
+from streamrl.schemas.identifiers import PolicyVersion, named_version, parse_scope, scope_of
+from streamrl.schemas.topics import INSTANCE_TOPICS
 from tests.consumers.training.trainer_harness import LOOP, RUN, TRAINING, TrainerHarness, group
 from tests.fakes.topics import send_control
 from tests.progress import within
@@ -46,7 +46,7 @@ class InstanceHarness:
     async def make(cls, root: Path, model_path: Path, groups: int = 4) -> "InstanceHarness":
         served = TrainerHarness.make(root, model_path)
         scope = scope_of(RUN, NAME)
-        for topic in OF_AN_INSTANCE:
+        for topic in INSTANCE_TOPICS:
             served.bus.create_topic(topic.full_name(scope), 1)
         harness = cls(served, InstanceTrainerHarness(served.bus, root / "instances" / NAME, model_path))
         async with served.running(served.trainer()):
@@ -124,7 +124,7 @@ async def harness(tmp_path: Path, model_path: Path) -> InstanceHarness:
 
 def test_names_of_an_instance_tell_its_run_and_its_policy() -> None:
     assert (scope_of("demo", "policy"), scope_of("demo", "rloo")) == ("demo", "demo.policy.rloo")
-    assert (run_and_policy("demo"), run_and_policy("demo.policy.rloo")) == (("demo", "policy"), ("demo", "rloo"))
+    assert (parse_scope("demo"), parse_scope("demo.policy.rloo")) == (("demo", "policy"), ("demo", "rloo"))
     version = PolicyVersion(1, 20)
     assert [named_version(name, version) for name in (None, "policy", "rloo")] == ["1-20", "1-20", "rloo/1-20"]
 

@@ -9,10 +9,10 @@ import pytest
 
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
-from streamrl.bus.kafka.topic_admin import apply_topics, topics_under
+from streamrl.bus.kafka.topic_admin import apply_topics, topics_of_scope
 from streamrl.bus.port import Outgoing
 from streamrl.consumers.ingest.settings import offsets_in
-from streamrl.deploy.wiring.process import require_served
+from streamrl.deploy.wiring.process import require_run_role
 from streamrl.inspection.diagnostics.connect import RunConnection, runs_of
 from streamrl.policies.role_attaching import (
     AttachRequest,
@@ -23,7 +23,7 @@ from streamrl.policies.role_attaching import (
     status_lines,
 )
 from streamrl.schemas.errors import SettingsError, UserError
-from streamrl.schemas.topics import CATALOGUE, OF_AN_INSTANCE, STEPS, TRAJECTORIES
+from streamrl.schemas.topics import CATALOGUE, INSTANCE_TOPICS, STEPS, TRAJECTORIES
 from streamrl.settings.loading import as_toml, load_settings
 from streamrl.settings.run_directory import RunDirectory
 from streamrl.settings.tree import Settings
@@ -117,9 +117,9 @@ def test_what_is_no_setting_is_refused(run: Path) -> None:
 
 def test_only_a_trainer_goes_by_an_instances_name(run: Path) -> None:
     settings = attached(run)
-    require_served(settings, "trainer")
+    require_run_role(settings, "trainer")
     with pytest.raises(SettingsError, match=r"expected run.instance to be 'policy' for a worker, got 'second'"):
-        require_served(settings, "worker")
+        require_run_role(settings, "worker")
     with pytest.raises(SettingsError, match=r"expected a name without '.policy.'"):
         load_settings(None, ["--run.name=demo.policy.second", "--data.dataset=chain_sum", "--model.path=m"])
 
@@ -127,11 +127,11 @@ def test_only_a_trainer_goes_by_an_instances_name(run: Path) -> None:
 def test_an_instance_shares_the_stream_and_is_found_as_a_part_of_its_run() -> None:
     scope = "demo.policy.second"
     assert (STEPS.full_name(scope), TRAJECTORIES.full_name(scope)) == (f"{scope}.steps", "demo.trajectories")
-    topics = {topic.full_name("demo") for topic in CATALOGUE} | {topic.full_name(scope) for topic in OF_AN_INSTANCE}
+    topics = {topic.full_name("demo") for topic in CATALOGUE} | {topic.full_name(scope) for topic in INSTANCE_TOPICS}
     assert runs_of(topics) == ["demo", scope]
     # Deleting an instance's topics takes none that it shares.
-    assert topics_under(scope) == OF_AN_INSTANCE
-    assert topics_under("demo") == CATALOGUE
+    assert topics_of_scope(scope) == INSTANCE_TOPICS
+    assert topics_of_scope("demo") == CATALOGUE
 
 
 def test_the_status_is_a_table() -> None:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from streamrl.schemas import errors
-from streamrl.schemas.errors import causes_of, lacks_room
-from streamrl.schemas.import_path import is_by_chance
+from streamrl.schemas.errors import causes_of, is_disk_full_error
+from streamrl.schemas.import_path import is_import_race
 
 
 def test_every_error_is_one_of_ours_and_says_what_it_is() -> None:
@@ -29,7 +29,7 @@ def _raised_from_itself() -> Exception:
 
 
 @pytest.mark.timeout(10)
-@pytest.mark.parametrize("question", [lacks_room, is_by_chance])
+@pytest.mark.parametrize("question", [is_disk_full_error, is_import_race])
 def test_a_circle_of_causes_is_gone_through_once(question: Callable[[BaseException], bool]) -> None:
     circle = _raised_from_itself()
     assert [str(each) for each in causes_of(circle)] == ["first", "second"]
@@ -49,8 +49,8 @@ def test_the_causes_of_an_error_are_told_from_what_was_only_handled_then() -> No
 )
 def test_an_error_lacks_room_if_one_that_it_comes_from_does(bottom: Exception) -> None:
     top = errors.WeightsError("not written")
-    assert not lacks_room(top)
+    assert not is_disk_full_error(top)
     top.__context__ = bottom
-    assert not lacks_room(top)
+    assert not is_disk_full_error(top)
     top.__cause__ = bottom
-    assert lacks_room(top)
+    assert is_disk_full_error(top)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.schemas import import_path
-from streamrl.schemas.import_path import ATTEMPTS, import_again, is_by_chance, load_function
+from streamrl.schemas.import_path import ATTEMPTS, is_import_race, load_function, retry_import
 
 BROKEN = "AST constructor recursion depth mismatch (before=228, after=281)"
 
@@ -32,14 +32,14 @@ class Breaking:
 
 def test_what_is_broken_by_chance_is_called_again() -> None:
     breaking = Breaking(2, SystemError(BROKEN))
-    assert import_again(breaking, "library") == "imported"
+    assert retry_import(breaking, "library") == "imported"
     assert breaking.calls == 3
 
 
 def test_what_is_always_broken_ends_in_its_error() -> None:
     breaking = Breaking(100, SystemError(BROKEN))
     with pytest.raises(SystemError, match="recursion depth"):
-        import_again(breaking, "library")
+        retry_import(breaking, "library")
     assert breaking.calls == ATTEMPTS
 
 
@@ -47,14 +47,14 @@ def test_what_is_always_broken_ends_in_its_error() -> None:
 def test_other_errors_are_raised_at_once(error: Exception) -> None:
     breaking = Breaking(1, error)
     with pytest.raises(type(error)):
-        import_again(breaking, "library")
+        retry_import(breaking, "library")
     assert breaking.calls == 1
 
 
 def test_an_error_that_comes_from_it_counts_as_it() -> None:
     wrapped = RuntimeError("cannot start")
     wrapped.__cause__ = SystemError(BROKEN)
-    assert import_again(Breaking(1, wrapped), "library") == "imported"
+    assert retry_import(Breaking(1, wrapped), "library") == "imported"
 
 
 def test_a_function_of_a_user_s_module_that_was_broken_by_chance_is_loaded(
@@ -87,4 +87,4 @@ def test_what_parses_while_another_does_breaks_it_and_that_is_recognised() -> No
     finally:
         gc.set_threshold(*threshold)
         gc.callbacks.remove(parse)
-    assert is_by_chance(broken.value)
+    assert is_import_race(broken.value)

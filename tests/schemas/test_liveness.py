@@ -17,7 +17,11 @@ def test_the_newest_incarnation_owns_the_name() -> None:
     assert not beats.observe("w0", Beat(9), 2.0)
     assert not beats.observe("w0", Beat(10), 100.0)
     assert beats.get("w0") == Beat(0, "b")
-    assert (beats.is_former("w0", "a"), beats.is_former("w0", "b"), beats.is_former("w1", "a")) == (True, False, False)
+    assert (beats.was_replaced("w0", "a"), beats.was_replaced("w0", "b"), beats.was_replaced("w1", "a")) == (
+        True,
+        False,
+        False,
+    )
 
 
 def test_a_repeated_heartbeat_does_not_renew_the_timeout() -> None:

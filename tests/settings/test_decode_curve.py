@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.schemas.errors import SettingsError
-from streamrl.schemas.profiles import TYPICAL_CURVE, DecodeSettings, DeviceProfile, TrainingCosts
+from streamrl.schemas.profiles import DEFAULT_CURVE, DecodeSettings, DeviceProfile, TrainingCosts
 from streamrl.settings.tree import Settings, decode_curve
 
 MODEL = {"model": {"path": "some/model"}, "data": {"dataset": "chain_sum"}}
@@ -26,7 +26,7 @@ def test_a_measured_profile_goes_before_a_typical_curve(tmp_path: Path) -> None:
     profile = DeviceProfile(device="d", model="m", engine="e", max_num_seqs=8, decode=decode, training=TrainingCosts())
     profile.write(path)
     assert decode_curve(_settings(dispatch={"profile": str(path)})).batch_s(4) == 1.0
-    assert decode_curve(_settings()) is TYPICAL_CURVE
+    assert decode_curve(_settings()) is DEFAULT_CURVE
 
 
 def test_a_profile_that_is_not_there_is_a_wrong_setting(tmp_path: Path) -> None:

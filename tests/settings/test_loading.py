@@ -7,7 +7,7 @@ import pytest
 from streamrl.schemas.errors import SettingsError
 from streamrl.schemas.secrets import MASK
 from streamrl.settings.explaining import explain
-from streamrl.settings.keys import IN_OTHER_LIBRARIES, NOT_HERE, REMOVED, RENAMED, known_keys
+from streamrl.settings.keys import IN_OTHER_LIBRARIES, REMOVED, RENAMED, WITHOUT_COUNTERPART, known_keys
 from streamrl.settings.loading import as_toml, load_settings, validated
 from streamrl.settings.tree import Settings
 
@@ -102,7 +102,7 @@ def test_names_of_other_libraries_lead_to_settings_that_there_are() -> None:
     assert {key for right in told for key in right.split(" and ")} <= keys
     # These are of emulated lengths and of a teacher, which nobody means by them elsewhere.
     ours = {key.rpartition(".")[2] for key in keys} - {"max_tokens", "kl_coef"}
-    assert not ours & {*IN_OTHER_LIBRARIES, *NOT_HERE}
+    assert not ours & {*IN_OTHER_LIBRARIES, *WITHOUT_COUNTERPART}
 
 
 @pytest.mark.parametrize(("old", "instead"), REMOVED.items())

@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.datasets import Example, example_of
 from streamrl.schemas.errors import UserError
-from streamrl.trl import MOST_OPEN, StreamedRollouts, reward_of, streamed_reward, whole_groups
+from streamrl.trl import MOST_OPEN, StreamedRollouts, complete_groups, reward_of, streamed_reward
 from tests.consumers.training.factories import make_trajectory
 from tests.pipeline.tiny_model import save_tiny_model
 
@@ -55,7 +55,7 @@ def test_repeats_make_no_group_twice_and_what_cannot_be_trained_is_left_out() ->
         *(example(2, 0), unrewarded),
         *(example(3, 0), example(3, 1)),
     ]
-    assert [group[0]["group_id"] for group in whole_groups(examples, 2)] == ["p/0/0", "p/3/0"]
+    assert [group[0]["group_id"] for group in complete_groups(examples, 2)] == ["p/0/0", "p/3/0"]
 
 
 def test_groups_that_never_become_whole_do_not_pile_up() -> None:
@@ -67,7 +67,7 @@ def test_groups_that_never_become_whole_do_not_pile_up() -> None:
         for number in (0, MOST_OPEN + 9):
             yield one | {"group_id": f"p/{number}/0", "trajectory_id": f"p/{number}/0/1"}
 
-    assert [group[0]["group_id"] for group in whole_groups(broken(), 2)] == [f"p/{MOST_OPEN + 9}/0"]
+    assert [group[0]["group_id"] for group in complete_groups(broken(), 2)] == [f"p/{MOST_OPEN + 9}/0"]
 
 
 def test_what_does_not_fit_together_is_one_line() -> None:

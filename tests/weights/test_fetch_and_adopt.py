@@ -169,11 +169,11 @@ async def test_no_completion_mixes_two_policies(tmp_path: Path) -> None:
         await until_held(adopter, number)
     adopter.offer(of_arm)
     await until(lambda: status.said[-1:] == [(1, 3)])
-    assert (adopter.held, adopter.series, status.is_of_an_arm) == ((1, 8), "", True)
+    assert (adopter.held, adopter.series, status.has_arm_weights) == ((1, 8), "", True)
     # It is for the served policy after all: nothing is waited for.
     adopter.offer(ANY.replace(version=PolicyVersion(1, 9)))
     await until(lambda: adopter.held == (1, 9))
-    assert (adopter.series, status.is_of_an_arm, status.said[-1]) == ("", False, None)
+    assert (adopter.series, status.has_arm_weights, status.said[-1]) == ("", False, None)
     adopter.offer(of_arm)
     idle.set()
     await until(lambda: adopter.series == "rloo")
@@ -261,7 +261,7 @@ async def test_weights_that_are_refused_are_not_waited_for_any_more(tmp_path: Pa
         await until(lambda: said[-1] == (1, 1))
         idle.set()
         await until(lambda: said[-1] is None)
-        assert (adopter.held, adopter.may_begin.is_set()) == ((1, 0), True)
+        assert (adopter.held, adopter.completions_may_start.is_set()) == ((1, 0), True)
 
 
 async def test_weights_that_the_engine_refuses_leave_the_old_ones_in_service(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def _valid_manifests(entries: Iterable[CheckpointEntry]) -> list[CheckpointManif
 
 
 @dataclass(frozen=True)
-class HeldCheckpoints:
+class CheckpointsState:
     """What a storage knows of its run.
 
     ``lineage``: the newest that was claimed, also by a rollback, or has a checkpoint; 0: none. ``place``: the storage,
@@ -228,7 +228,7 @@ class HeldCheckpoints:
         return self.newest.run_id if self.newest is not None else None
 
 
-def held_in(storage: CheckpointStorage, claimed: int = 0) -> HeldCheckpoints:
+def read_checkpoints_state(storage: CheckpointStorage, claimed: int = 0) -> CheckpointsState:
     """The claims and checkpoints of a storage, with the claim's id of lineage ``claimed``. Reads only.
 
     Raises:
@@ -242,7 +242,7 @@ def held_in(storage: CheckpointStorage, claimed: int = 0) -> HeldCheckpoints:
         raise CheckpointError(f"expected to read the lineage claims in {storage}, got: {error}") from error
     lineage = max([0, *claims, *(manifest.lineage for manifest in _valid_manifests(entries))])
     first = _first_whole(resumable(entries, read_rollback(storage)))
-    return HeldCheckpoints(str(storage), lineage, None if first is None else first[1], claim_id)
+    return CheckpointsState(str(storage), lineage, None if first is None else first[1], claim_id)
 
 
 def resumable(entries: Sequence[CheckpointEntry], rollback: Rollback | None) -> list[CheckpointEntry]:
@@ -309,7 +309,7 @@ def _first_whole(entries: Iterable[CheckpointEntry]) -> tuple[Slot, CheckpointMa
     return next(((entry.slot, entry.manifest) for entry in entries if entry.manifest is not None), None)
 
 
-def superfluous(
+def prunable_slots(
     entries: Iterable[CheckpointEntry],
     written: CheckpointManifest,
     keep: int,

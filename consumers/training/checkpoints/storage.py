@@ -48,7 +48,7 @@ from streamrl.consumers.training.checkpoints.manifest import (
     encode_manifest,
 )
 from streamrl.schemas.errors import SettingsError
-from streamrl.schemas.weights import TEMPORARY
+from streamrl.schemas.weights import TEMPORARY_PREFIX
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
@@ -65,7 +65,7 @@ def sync(path: Path) -> None:
 
 def remove_leftovers(parent: Path) -> None:
     """Delete the temporary directories that a process left when it died while writing."""
-    for path in parent.glob(f"{TEMPORARY}*"):
+    for path in parent.glob(f"{TEMPORARY_PREFIX}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -183,8 +183,8 @@ def check_storage(location: str | Path) -> None:
 
 
 CLAIMS = "lineages"
-REPLACED = f"{TEMPORARY}old-"
-LEFT_OVER = re.compile(rf"{re.escape(TEMPORARY)}(old-)?([0-9]+)-(step_.+)")
+REPLACED = f"{TEMPORARY_PREFIX}old-"
+LEFT_OVER = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}(old-)?([0-9]+)-(step_.+)")
 """A directory that a writer of a lineage was still working on."""
 NAMED = re.compile(r"step_([0-9]+)(?:-lineage_([0-9]+))?")
 PIECE = 1 << 20
@@ -226,7 +226,7 @@ class LocalStorage:
 
     def clear_leftovers(self, lineage: int) -> None:
         """Put back a checkpoint whose replacement never arrived, and delete unfinished writes."""
-        for path in self.root.glob(f"{TEMPORARY}*"):
+        for path in self.root.glob(f"{TEMPORARY_PREFIX}*"):
             found = LEFT_OVER.fullmatch(path.name)
             if found is not None and int(found[2]) >= lineage:
                 continue
@@ -234,7 +234,7 @@ class LocalStorage:
             if found is not None and found[1] and not (target := self.root / found[3]).exists():
                 path.rename(target)
             else:
-                self._take_away(path, f"{lineage}-{path.name.removeprefix(TEMPORARY)}")
+                self._take_away(path, f"{lineage}-{path.name.removeprefix(TEMPORARY_PREFIX)}")
 
     def slot(self, lineage: int, step: int) -> Slot:
         """One slot for each step: a newer lineage replaces the checkpoint of an abandoned one."""
@@ -265,7 +265,7 @@ class LocalStorage:
     @contextmanager
     def staging(self, slot: Slot, lineage: int) -> Iterator[Path]:
         """A directory on the same file system, named after the lineage: two trainers never share one."""
-        temporary = self.root / f"{TEMPORARY}{lineage}-{slot.name}"
+        temporary = self.root / f"{TEMPORARY_PREFIX}{lineage}-{slot.name}"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         try:
@@ -313,7 +313,7 @@ class LocalStorage:
 
     def _take_away(self, path: Path, name: str) -> None:
         """Rename, then delete: a writer that still wants to publish this directory finds it missing, not half empty."""
-        gone = self.root / f"{TEMPORARY}gone-{name}"
+        gone = self.root / f"{TEMPORARY_PREFIX}gone-{name}"
         shutil.rmtree(gone, ignore_errors=True)
         try:
             path.rename(gone)
@@ -347,14 +347,14 @@ class LocalStorage:
 
     def notes(self, folder: str) -> list[str]:
         """Names of the folder's files; none if the folder does not exist."""
-        return [path.stem for path in (self.root / folder).glob("*.json") if not path.name.startswith(TEMPORARY)]
+        return [path.stem for path in (self.root / folder).glob("*.json") if not path.name.startswith(TEMPORARY_PREFIX)]
 
     def put_note(self, name: str, content: bytes) -> None:
         """Write a temporary file, sync it, and rename it once."""
         path = self.root / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         # A name of its own: two operators may write the same note at the same time.
-        temporary = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}-{path.name}")
+        temporary = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}-{path.name}")
         temporary.write_bytes(content)
         sync(temporary)
         temporary.rename(path)
@@ -367,14 +367,14 @@ class LocalStorage:
 
 
 SCHEMES = ("s3://", "gs://", "az://")
-LEAST_PART, MOST_PARTS = 8 << 20, 9_000
+MIN_PART_BYTES, MAX_UPLOAD_PARTS = 8 << 20, 9_000
 """Least bytes in a part of an upload, and most parts in one: S3 accepts 10,000 parts for an object."""
 RETRY = timedelta(seconds=60)
 """How long a failed request is retried: a checkpoint may be late, but the trainer waits for it."""
 CHECK_PATIENCE = timedelta(seconds=5)
 """The same for the check before a start: a user may be waiting at a terminal."""
 CHECKPOINT = re.compile(r"(lineage_([0-9]+)/step_([0-9]+)(?:-[0-9]+)?)/.+")
-STAGED = re.compile(rf"{re.escape(TEMPORARY)}lineage_([0-9]+)-step_[0-9]+(?:-[0-9]+)?")
+STAGED = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}lineage_([0-9]+)-step_[0-9]+(?:-[0-9]+)?")
 RESTORED = "restored"
 MEMORY = "memory://"
 _memories: dict[str, MemoryStore] = {}  # by URL: opening it again in this process gives the same store
@@ -445,7 +445,7 @@ class ObjectStorage:
 
     def clear_leftovers(self, lineage: int) -> None:
         """Delete older lineages' files in the cache, and their uploads without a manifest."""
-        for path in self.cache.glob(f"{TEMPORARY}lineage_*"):
+        for path in self.cache.glob(f"{TEMPORARY_PREFIX}lineage_*"):
             if (found := STAGED.fullmatch(path.name)) is not None and int(found[1]) < lineage:
                 shutil.rmtree(path, ignore_errors=True)
         shutil.rmtree(self.cache / RESTORED, ignore_errors=True)
@@ -488,7 +488,7 @@ class ObjectStorage:
             self._sweep(uploads, manifest.lineage + 1)
         slot = self._unused(slot, uploads)
         for file in manifest.files:
-            part = max(LEAST_PART, file.size // MOST_PARTS)
+            part = max(MIN_PART_BYTES, file.size // MAX_UPLOAD_PARTS)
             with _as_os_error():
                 obstore.put(self.store, f"{slot.name}/{file.path}", staged / file.path, chunk_size=part)
         content = encode_manifest(manifest)
@@ -551,7 +551,7 @@ class ObjectStorage:
 
     @contextmanager
     def _temporary(self, slot: Slot) -> Iterator[Path]:
-        directory = self.cache / f"{TEMPORARY}{slot.name.replace('/', '-')}"
+        directory = self.cache / f"{TEMPORARY_PREFIX}{slot.name.replace('/', '-')}"
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         try:

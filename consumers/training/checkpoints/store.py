@@ -29,17 +29,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from streamrl.consumers.training.checkpoints.catalogue import (
-    HeldCheckpoints,
+    CheckpointsState,
     Lineage,
     claim_lineage,
-    held_in,
     pinned_versions,
+    prunable_slots,
+    read_checkpoints_state,
     read_entries,
     read_manifests,
     read_pins,
     read_rollback,
     resumable,
-    superfluous,
 )
 from streamrl.consumers.training.checkpoints.manifest import (
     MANIFEST,
@@ -102,13 +102,13 @@ class CheckpointStore:
     keep: int
     _cleanup_failures: list[Exception] = field(default_factory=list, compare=False, repr=False)
 
-    def held(self, claimed: int = 0) -> HeldCheckpoints:
+    def held(self, claimed: int = 0) -> CheckpointsState:
         """The claims and checkpoints of this storage; with the claim's id of lineage ``claimed``.
 
         Raises:
             CheckpointError: the storage cannot be read.
         """
-        return held_in(self.storage, claimed)
+        return read_checkpoints_state(self.storage, claimed)
 
     def claim_lineage(self, *, at_least: int = 1, now: float) -> Lineage:
         """Take the run over under the next number, greater than that of every claim and every checkpoint.
@@ -255,7 +255,7 @@ class CheckpointStore:
             entries = read_entries(self.storage)
             # Pins are read last, to see those that were made while the entries were read.
             pinned = pinned_versions(read_pins(self.storage).values())
-            for slot in superfluous(entries, written, self.keep, pinned):
+            for slot in prunable_slots(entries, written, self.keep, pinned):
                 # In a directory, a newer trainer may have written its checkpoint to this slot by now.
                 lineage.check()
                 self.storage.remove(slot)

@@ -41,8 +41,8 @@ from streamrl.consumers.training.ranks.sharding import (
     write_part,
 )
 from streamrl.consumers.training.ranks.team import Team
-from streamrl.consumers.training.ranks.wire import Told
-from streamrl.consumers.training.ranks.work import Work, idle_work, portion, start_arrays, start_tensors
+from streamrl.consumers.training.ranks.wire import RankMessage
+from streamrl.consumers.training.ranks.work import Work, idle_work, start_arrays, start_tensors, work_of_rows
 from streamrl.consumers.training.settings import TrainingSettings
 from streamrl.consumers.training.step import PolicyLearner
 from streamrl.consumers.training.updates import HeldBatch, UpdateLog
@@ -259,10 +259,10 @@ class DealingLearner(ShardLearner):
         dealt = deal([int(batch.lengths[row]) for row in rows], self._team.ranks, self._training.packing)
         shares = [[rows[number] for number in share] for share in dealt]
         work = [
-            portion(batch, mask, share, held, self._pairs) if share else idle_work(is_held=held is not None)
+            work_of_rows(batch, mask, share, held, self._pairs) if share else idle_work(is_held=held is not None)
             for share in shares
         ]
-        self._team.tell_each([each.told(word) for each in work[1:]])
+        self._team.send_to_each([each.told(word) for each in work[1:]])
         return shares, work[0]
 
 
@@ -302,18 +302,18 @@ def open_learner(plan: LearnerPlan, mesh: DeviceMesh, make: Callable[..., ShardL
     return make(plan, model, companions, mesh)
 
 
-def carry_out(learner: ShardLearner, message: Told) -> Told | None:
+def carry_out(learner: ShardLearner, message: RankMessage) -> RankMessage | None:
     """Do what rank 0's message says, on another rank; returns the answer, None if none is expected."""
     values = message.values
     match message.word:
         case "gradient":
             learner.add_gradient(Work.of(message))
         case "start":
-            return Told("start", arrays=start_arrays(learner.start_of(Work.of(message))))
+            return RankMessage("start", arrays=start_arrays(learner.start_of(Work.of(message))))
         case "logprobs":
-            return Told("logprobs", arrays={"logprobs": learner.logprobs_of(Work.of(message)).numpy()})
+            return RankMessage("logprobs", arrays={"logprobs": learner.logprobs_of(Work.of(message)).numpy()})
         case "sums":
-            return Told("sums", learner.take_sums())
+            return RankMessage("sums", learner.take_sums())
         case "scale":
             learner.optimizers()[values["of"]].scale(values["factor"])
         case "apply":
@@ -325,7 +325,7 @@ def carry_out(learner: ShardLearner, message: Told) -> Told | None:
     return None
 
 
-def _carry_out_on_state(learner: ShardLearner, message: Told) -> Told | None:
+def _carry_out_on_state(learner: ShardLearner, message: RankMessage) -> RankMessage | None:
     """Do what a message says if it concerns the complete state: gather weights, load, save."""
     values = message.values
     match message.word:
@@ -335,7 +335,7 @@ def _carry_out_on_state(learner: ShardLearner, message: Told) -> Told | None:
         case "load":
             learner.load_rows(PiecedTensors([Path(path) for path in values["paths"]]))
         case "save":
-            return Told("saved", {"problem": _problem_of(lambda: learner.write_part(Path(values["directory"])))})
+            return RankMessage("saved", {"problem": _problem_of(lambda: learner.write_part(Path(values["directory"])))})
         case _:
             raise AssertionError(f"rank 0 never sends {message.word!r}")
     return None

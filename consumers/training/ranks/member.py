@@ -21,11 +21,11 @@ from torch._C._distributed_c10d import TCPStore
 from streamrl.consumers.training.ranks.learner import ShardLearner, carry_out, open_learner, plan_of
 from streamrl.consumers.training.ranks.sharding import HOST, join_ranks, rank_device
 from streamrl.consumers.training.ranks.team import FAILED
-from streamrl.consumers.training.ranks.wire import Told, Wire
+from streamrl.consumers.training.ranks.wire import RankMessage, Wire
 from streamrl.consumers.training.settings import TrainingSettings
 from streamrl.schemas.errors import StreamRLError
 
-FOLLOWS_S = 2.0
+FAILURE_REPORT_DELAY_S = 2.0
 """Seconds before an unexpected failure is reported: if another rank's loss caused it, that loss is reported first."""
 
 
@@ -33,7 +33,7 @@ def serve(end: socket.socket) -> NoReturn:
     """Work as a rank until the other end is gone; then this process ends, even if it waits for something else."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    wire, messages = Wire(end), queue.SimpleQueue[Told]()
+    wire, messages = Wire(end), queue.SimpleQueue[RankMessage]()
     threading.Thread(target=_receive, args=(wire, messages), daemon=True).start()
     try:
         learner = _open(wire, messages.get())
@@ -41,31 +41,31 @@ def serve(end: socket.socket) -> NoReturn:
             if (answer := carry_out(learner, messages.get())) is not None:
                 wire.send(answer)
     except StreamRLError as error:
-        wire.send(Told(FAILED, {"kind": type(error).__name__, "problem": str(error)}))
+        wire.send(RankMessage(FAILED, {"kind": type(error).__name__, "problem": str(error)}))
     except BaseException as error:
         traceback.print_exc()
-        time.sleep(FOLLOWS_S)
-        wire.send(Told(FAILED, {"problem": f"failed: {type(error).__name__}: {error}"}))
+        time.sleep(FAILURE_REPORT_DELAY_S)
+        wire.send(RankMessage(FAILED, {"problem": f"failed: {type(error).__name__}: {error}"}))
     finally:
         sys.stderr.flush()
         os._exit(1)
 
 
-def _receive(wire: Wire, messages: "queue.SimpleQueue[Told]") -> None:
+def _receive(wire: Wire, messages: "queue.SimpleQueue[RankMessage]") -> None:
     while (message := wire.receive()) is not None:
         messages.put(message)
     os._exit(0)  # even if the main thread waits for rank 0 in a collective operation
 
 
-def _open(wire: Wire, message: Told) -> ShardLearner:
+def _open(wire: Wire, message: RankMessage) -> ShardLearner:
     values = message.values
     plan = plan_of(values)
     torch.set_num_threads(threads_of(plan.training))
     device = rank_device(plan.training, values["rank"])
-    wire.send(Told("ready"))
+    wire.send(RankMessage("ready"))
     store = TCPStore(HOST, values["port"], is_master=False)
     learner = open_learner(plan, join_ranks(store, values["rank"], values["ranks"], device))
-    wire.send(Told("opened"))
+    wire.send(RankMessage("opened"))
     return learner
 
 

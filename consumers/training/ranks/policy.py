@@ -27,7 +27,7 @@ from streamrl.consumers.training.ranks.sharding import (
     unique_state,
 )
 from streamrl.consumers.training.ranks.team import StartRank, Team
-from streamrl.consumers.training.ranks.wire import Told
+from streamrl.consumers.training.ranks.wire import RankMessage
 
 
 class RankedPolicy(TrainedPolicy):
@@ -54,7 +54,7 @@ class RankedPolicy(TrainedPolicy):
         with team.together():
             meeting = offer_meeting()
             opening = opening_values(plan) | {"ranks": ranks, "port": meeting.port}
-            team.tell_each([Told("open", opening | {"rank": rank}) for rank in range(1, ranks)])
+            team.send_to_each([RankMessage("open", opening | {"rank": rank}) for rank in range(1, ranks)])
             team.answers()  # each has a device, and so will join
             mesh = join_ranks(meeting, 0, ranks, device)
             learner = open_learner(plan, mesh, partial(DealingLearner, team))

@@ -21,10 +21,10 @@ from typing import Any, ClassVar, Protocol
 
 import structlog
 
-from streamrl.consumers.training.ranks.wire import Told, Wire
+from streamrl.consumers.training.ranks.wire import RankMessage, Wire
 from streamrl.schemas import errors
 from streamrl.schemas.errors import RankLost, StreamRLError, UserError
-from streamrl.schemas.import_path import own_command
+from streamrl.schemas.import_path import module_command
 
 log = structlog.get_logger()
 
@@ -59,7 +59,7 @@ StartRank = Callable[[socket.socket], RankProcess]
 def start_rank(end: socket.socket) -> RankProcess:
     """A new Python process that serves this end; it shares our standard output and error."""
     number = end.fileno()
-    command = own_command("streamrl.consumers.training.ranks.member", str(number))
+    command = module_command("streamrl.consumers.training.ranks.member", str(number))
     return subprocess.Popen(command, pass_fds=[number], stdin=subprocess.DEVNULL)  # noqa: S603 — our own module
 
 
@@ -68,7 +68,7 @@ class _Member:
     rank: int
     wire: Wire
     process: RankProcess
-    answers: "queue.SimpleQueue[Told | None]" = field(default_factory=queue.SimpleQueue)
+    answers: "queue.SimpleQueue[RankMessage | None]" = field(default_factory=queue.SimpleQueue)
 
 
 class Team:
@@ -109,9 +109,9 @@ class Team:
 
     def tell(self, word: str, **values: Any) -> None:
         """Send the same message to all ranks."""
-        self.tell_each([Told(word, values)] * len(self._members))
+        self.send_to_each([RankMessage(word, values)] * len(self._members))
 
-    def tell_each(self, messages: Sequence[Told]) -> None:
+    def send_to_each(self, messages: Sequence[RankMessage]) -> None:
         """Send each rank its own message, in the order of the ranks from 1.
 
         Raises:
@@ -124,7 +124,7 @@ class Team:
                 self._record_loss(member, f"is gone ({error})")
                 raise self._loss() from error
 
-    def answers(self) -> list[Told]:
+    def answers(self) -> list[RankMessage]:
         """The next answer of each rank, in the order of the ranks from 1.
 
         Raises:

@@ -22,7 +22,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
-class Told:
+class RankMessage:
     """A message. ``word``: the act to do, or its result; ``values``: plain JSON."""
 
     word: str
@@ -41,7 +41,7 @@ class Wire:
         """The socket's file descriptor, for a process to inherit."""
         return self._end.fileno()
 
-    def send(self, message: Told) -> None:
+    def send(self, message: RankMessage) -> None:
         """Send a complete message.
 
         Raises:
@@ -55,7 +55,7 @@ class Wire:
             if array.nbytes:
                 self._end.sendall(array.reshape(-1).data.cast("B"))
 
-    def receive(self) -> Told | None:
+    def receive(self) -> RankMessage | None:
         """The next message; None once the other end is gone."""
         lengths = self._exactly(_LENGTHS.size)
         if lengths is None:
@@ -76,7 +76,7 @@ class Wire:
                 else np.zeros(shape, dtype)
             )
             offset += arrays[name].nbytes
-        return Told(fields["word"], fields["values"], arrays)
+        return RankMessage(fields["word"], fields["values"], arrays)
 
     def close(self) -> None:
         """Close this end, which the other end notices."""

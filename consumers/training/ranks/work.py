@@ -14,7 +14,7 @@ from torch import Tensor
 
 from streamrl.consumers.algorithms.token_credit import PairTerms, StepTensors
 from streamrl.consumers.batching.micro_batches import MicroBatch
-from streamrl.consumers.training.ranks.wire import Arrays, Told
+from streamrl.consumers.training.ranks.wire import Arrays, RankMessage
 from streamrl.consumers.training.updates import HeldBatch
 from streamrl.schemas.reports import RecordRef
 
@@ -38,7 +38,7 @@ class Work:
         """A selection of all rows, bool [A]."""
         return torch.ones(len(self.batch.refs), dtype=torch.bool)
 
-    def told(self, word: str) -> Told:
+    def told(self, word: str) -> RankMessage:
         """The message that sends this work; ``word``: what to do with it."""
         refs = [list(ref) for ref in self.batch.refs]
         pairs = {name: [pair.margin, pair.loss, pair.slope] for name, pair in self.pairs.items()}
@@ -48,10 +48,10 @@ class Work:
             arrays |= start_arrays(self.held.start) | {CREDIT: self.held.advantages.numpy()}
             if self.held.returns is not None:
                 arrays[RETURNS] = self.held.returns.numpy()
-        return Told(word, {"refs": refs, "pairs": pairs, "is_held": self.held is not None}, arrays)
+        return RankMessage(word, {"refs": refs, "pairs": pairs, "is_held": self.held is not None}, arrays)
 
     @classmethod
-    def of(cls, message: Told) -> "Work":
+    def of(cls, message: RankMessage) -> "Work":
         """The work in a message that ``told`` made."""
         # Copied, because torch warns about memory that is not writable.
         found = {name: np.array(array) for name, array in message.arrays.items()}
@@ -71,7 +71,7 @@ class Work:
         return cls(batch, mask, held, pairs)
 
 
-def portion(
+def work_of_rows(
     batch: MicroBatch, mask: Tensor, rows: Sequence[int], held: HeldBatch | None, pairs: Mapping[str, PairTerms]
 ) -> Work:
     """The work of these rows, at least one."""

@@ -25,7 +25,7 @@ from transformers.utils.hub import cached_file
 
 from streamrl.schemas.errors import ModelError, WeightsError
 from streamrl.schemas.weights import ADAPTER, manifest_in, merged_weight, weights_sha256
-from streamrl.weights.tensors import KINDS, mapped_tensors
+from streamrl.weights.tensors import KINDS, map_tensors
 
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 UNLIMITED = 1 << 30
@@ -180,7 +180,7 @@ def read_weights(directory: Path, tensors: Mapping[str, TensorFacts]) -> dict[st
     weights: dict[str, torch.Tensor] = {}
     for file in sorted(set(files.values())):
         try:
-            weights.update(mapped_tensors(file))
+            weights.update(map_tensors(file))
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             raise WeightsError(f"expected a readable safetensors file, got {file}: {error}; fetch it again") from error
     return weights
@@ -264,7 +264,7 @@ def read_adapter(directory: Path, tensors: Mapping[str, TensorFacts], model_path
             f"expected the base of the adapter (sha256 {published.base_sha256[:12]}) as this worker's model, got a "
             f"model of sha256 {found[:12]}; set model.path to the trainer's model, with the same files"
         )
-    stored = mapped_tensors(directory / ADAPTER)
+    stored = map_tensors(directory / ADAPTER)
     pairs = {}
     for name, a in stored.items():
         if name.endswith(_A):

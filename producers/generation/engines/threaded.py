@@ -313,7 +313,7 @@ class ThreadedEngine:
         prefix = completion.request.prefix_token_ids
         if not prefix:
             return None
-        found = completion.matcher is not None and completion.matcher.go_on_behind(prefix)
+        found = completion.matcher is not None and completion.matcher.start_after(prefix)
         assert self._facts is not None, "requests come after the start"
         if found or prefix[-1] in self._facts.eos_token_ids:
             return FinishReason.STOP

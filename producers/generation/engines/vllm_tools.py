@@ -34,7 +34,7 @@ def vllm_tool_parser(name: str, tokenizer: ModelTokenizer) -> ExtractToolCalls:
     def extract(text: str, tools: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
         request = ChatCompletionRequest(model="", messages=[{"role": "user", "content": ""}], tools=tools)
         # A new parser for each text, since a parser keeps the state of a stream.
-        found = parser(tokenizer.of_library, request.tools).extract_tool_calls(text, request)
+        found = parser(tokenizer.transformers_tokenizer, request.tools).extract_tool_calls(text, request)
         if not found.tools_called:
             return text, []
         return found.content or "", [(call.function.name, call.function.arguments) for call in found.tool_calls]

@@ -41,7 +41,7 @@ WINDOW = 1024
 """Newest residuals from which a margin is computed: few enough to follow a changing policy."""
 ENOUGH = 128
 """Residuals from which a margin is used: about 13 of them are then above the 90 % quantile."""
-MAX_ASKED = 8192
+MAX_REQUESTED_GROUPS = 8192
 """Most groups that were asked for and are not complete."""
 MIN_WAITING = 1024
 """Completions that may always wait for an earlier request."""
@@ -163,7 +163,7 @@ class RequestOrder(Generic[Finished]):
         return due
 
     def _is_due(self, oldest: list[Finished]) -> bool:
-        return len(oldest) >= self._samples or self._waiting > self._most or len(self._asked) > MAX_ASKED
+        return len(oldest) >= self._samples or self._waiting > self._most or len(self._asked) > MAX_REQUESTED_GROUPS
 
 
 class LearnedLengths:

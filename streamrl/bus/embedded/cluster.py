@@ -103,7 +103,7 @@ class Cluster:
         """Sends SIGKILL to a node; returns when its process is gone."""
         process = self._processes[index]
         process.send(signal.SIGKILL)
-        process.wait_gone(STOP_TIMEOUT_S)
+        process.wait_ended(STOP_TIMEOUT_S)
         if tie := self._ties.pop(index, None):
             tie.close()
 

@@ -14,7 +14,7 @@ from streamrl.bus.embedded.node import HOST
 from streamrl.bus.embedded.process import ProcessId, stop_all
 from streamrl.bus.embedded.runtime import cache_root
 from streamrl.schemas.errors import BrokerError
-from streamrl.schemas.files import write_whole
+from streamrl.schemas.files import write_atomically
 
 
 class NodeStatus(BaseModel):
@@ -106,7 +106,7 @@ def status(data_dir: Path | None = None) -> ClusterStatus:
     return recorded.model_copy(update={"nodes": nodes, "data_dir": folder})
 
 
-def left_running() -> str | None:
+def running_bootstrap_servers() -> str | None:
     """Addresses of the cluster that `streamrl kafka up` started on this machine; None if none runs.
 
     Raises:
@@ -130,7 +130,7 @@ def _record(folder: Path, cluster: Cluster) -> ClusterStatus:
         for process, spec in zip(cluster.processes, cluster.specs, strict=True)
     )
     made = ClusterStatus(data_dir=folder, since=time.time(), nodes=nodes)
-    write_whole(_state_file(folder), made.model_dump_json(indent=2))
+    write_atomically(_state_file(folder), made.model_dump_json(indent=2))
     return made
 
 

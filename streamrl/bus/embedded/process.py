@@ -47,7 +47,7 @@ class ProcessId:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal_number)
 
-    def wait_gone(self, timeout_s: float) -> bool:
+    def wait_ended(self, timeout_s: float) -> bool:
         """Wait for the process's end; returns whether it ended within ``timeout_s`` seconds."""
         deadline = time.monotonic() + timeout_s
         while self.alive():
@@ -63,9 +63,9 @@ def stop_all(processes: Sequence[ProcessId], timeout_s: float) -> None:
         process.send(signal.SIGTERM)
     deadline = time.monotonic() + timeout_s
     for process in processes:
-        if not process.wait_gone(max(0.0, deadline - time.monotonic())):
+        if not process.wait_ended(max(0.0, deadline - time.monotonic())):
             process.send(signal.SIGKILL)
-            process.wait_gone(timeout_s)
+            process.wait_ended(timeout_s)
 
 
 def start_detached(command: Sequence[str], folder: Path, output: Path, inherited: Sequence[int] = ()) -> ProcessId:

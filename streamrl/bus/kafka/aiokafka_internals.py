@@ -58,7 +58,7 @@ def connections_of(owner: object) -> AIOKafkaClient | None:
 # If the event loop ends before, as after a refused command, the socket stays open for good.
 
 
-async def visit(host: str, port: int, options: Mapping[str, Any]) -> None:
+async def check_login(host: str, port: int, options: Mapping[str, Any]) -> None:
     """Connect to a broker, log in and disconnect. Leaves nothing open, also after a refusal, and raises its error."""
     connection = AIOKafkaConnection(host, port, **options)
     try:
@@ -80,7 +80,7 @@ def begin_at(client: AIOKafkaClient, address: str) -> None:
     client._bootstrap_servers = address  # noqa: SLF001
 
 
-def ask_others_soon(client: AIOKafkaClient, patience_s: float) -> None:
+def limit_broker_waits(client: AIOKafkaClient, patience_s: float) -> None:
     """Limit the time that a client, not started yet, waits for a connection or for a node's metadata to ``patience_s``.
 
     The client asks silent nodes last, until they answer again.

@@ -18,8 +18,8 @@ from streamrl.bus.kafka.cluster import offsets_of_group
 from streamrl.bus.kafka.connection import (
     BrokerAvailability,
     client_options,
+    converting_errors,
     discard,
-    our_errors,
     partition_counts,
     started,
 )
@@ -60,7 +60,7 @@ class KafkaGroupMember:
         if not updates_metadata(self._consumer):
             # It could not find a new coordinator of the group, and would keep a share that others have by now.
             raise BusError(f"a member of the group {self._group_id} finds no brokers: its client broke; join again")
-        with our_errors(f"asking for a share of {self._group_id}"):
+        with converting_errors(f"asking for a share of {self._group_id}"):
             # A consumer that never asks for records counts as stuck and leaves its group (max_poll_interval_ms).
             await self._consumer.getmany(timeout_ms=0)
         return self._shares.assigned
@@ -71,7 +71,7 @@ class KafkaGroupMember:
         Raises:
             BusError: the broker refuses, or a partition belongs to another member.
         """
-        with our_errors(f"committing offsets of {self._group_id}"):
+        with converting_errors(f"committing offsets of {self._group_id}"):
             try:
                 async with asyncio.timeout(self._settings.request_timeout_ms / 1000):
                     await self._consumer.commit({KafkaPartition(*tp): offset for tp, offset in offsets.items()})

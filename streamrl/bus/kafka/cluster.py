@@ -15,7 +15,7 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaError, for_code
 
 from streamrl.bus.kafka.aiokafka_internals import client_of, encoded, supported_features
-from streamrl.bus.kafka.connection import client_options, discard, our_errors, started
+from streamrl.bus.kafka.connection import client_options, converting_errors, discard, started
 from streamrl.bus.kafka.publisher import append, new_builder
 from streamrl.bus.kafka.records import SafeRecords
 from streamrl.bus.kafka.settings import KafkaSettings
@@ -156,7 +156,7 @@ async def answered(settings: KafkaSettings) -> AsyncIterator[None]:
     Raises:
         BusError: the broker refuses or does not answer.
     """
-    with our_errors(f"asking the brokers at {settings.bootstrap_servers}"):
+    with converting_errors(f"asking the brokers at {settings.bootstrap_servers}"):
         async with asyncio.timeout(settings.request_timeout_ms / 1000):
             yield
 
@@ -175,7 +175,7 @@ async def offsets_since(
         return {}
     consumer = await ConsumerFactory(settings, CLIENT_ID, None).open_consumer(TopicPartition(*name) for name in names)
     try:
-        with our_errors(f"reading offsets as {CLIENT_ID}"):
+        with converting_errors(f"reading offsets as {CLIENT_ID}"):
             async with asyncio.timeout(settings.request_timeout_ms / 1000):
                 # In milliseconds. Negative ones would be refused, as they have special meanings for Kafka.
                 found = await consumer.offsets_for_times(dict.fromkeys(names, max(0, int(moment * 1000))))

@@ -23,12 +23,12 @@ from aiokafka.helpers import create_ssl_context
 from aiokafka.protocol.metadata import MetadataRequest
 
 from streamrl.bus.kafka.aiokafka_internals import (
-    ask_others_soon,
     begin_at,
+    check_login,
     connections_of,
     end_sender,
     inner_futures,
-    visit,
+    limit_broker_waits,
 )
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.waiting import end_tasks, to_its_end
@@ -41,7 +41,7 @@ from streamrl.schemas.errors import (
     StreamRLError,
     TopicMissing,
 )
-from streamrl.schemas.secrets import revealed, variable_of
+from streamrl.schemas.secrets import secret_value, variable_of
 
 SCHEDSTAT = Path("/proc/self/schedstat")
 STARVED = 0.5
@@ -78,7 +78,7 @@ class BrokerUnreachable(BusUnavailable, BrokerError):
 
 
 @contextlib.contextmanager
-def our_errors(doing: str) -> Iterator[None]:
+def converting_errors(doing: str) -> Iterator[None]:
     """Convert aiokafka's errors and time-outs to those of ``schemas.errors``; ``doing``: the action, for messages."""
     try:
         yield
@@ -169,7 +169,7 @@ class BrokerAvailability:
             log.warning(f"the broker at {self.address} answers again", client_id=client_id)
 
 
-def advised(error: StreamRLError, advice: str) -> str:
+def with_advice(error: StreamRLError, advice: str) -> str:
     """The error's text, with the advice if the error is that no broker answers."""
     silent = isinstance(error, BusUnavailable) and not isinstance(error, TopicMissing)
     return f"{error}; {advice}" if silent and advice else str(error)
@@ -208,14 +208,14 @@ def client_options(settings: KafkaSettings, client_id: str) -> dict[str, Any]:
         "ssl_context": _ssl_context(settings),
         "sasl_mechanism": settings.sasl_mechanism,
         "sasl_plain_username": settings.sasl_plain_username,
-        "sasl_plain_password": revealed(settings.sasl_plain_password, "kafka", "sasl_plain_password"),
+        "sasl_plain_password": secret_value(settings.sasl_plain_password, "kafka", "sasl_plain_password"),
     }
 
 
 def _ssl_context(settings: KafkaSettings) -> Any:
     if "SSL" not in settings.security_protocol.split("_"):
         return None
-    pass_phrase = revealed(settings.ssl_key_password, "kafka", "ssl_key_password")
+    pass_phrase = secret_value(settings.ssl_key_password, "kafka", "ssl_key_password")
     try:
         return create_ssl_context(
             cafile=settings.ssl_cafile,
@@ -263,7 +263,7 @@ async def started(client: Client, settings: KafkaSettings, timeout_s: float | No
             answering = await _find_listener(address, settings)
         if (connections := connections_of(client)) is not None:
             begin_at(connections, answering)
-            ask_others_soon(connections, settings.connect_timeout_ms / 1000)
+            limit_broker_waits(connections, settings.connect_timeout_ms / 1000)
         async with asyncio.timeout(timeout_s or settings.connect_timeout_ms / 1000):
             await _start(client)
     except (TimeoutError, OSError, errors.KafkaError) as error:
@@ -375,7 +375,7 @@ async def _try(host: tuple[str, int], settings: KafkaSettings, *, is_only: bool)
         return
     options = client_options(settings, "streamrl-login")
     del options["bootstrap_servers"]
-    await visit(*host, options)
+    await check_login(*host, options)
 
 
 async def discard(client: Any, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
@@ -441,7 +441,7 @@ async def partitions_seen_by(
         BusError: the broker refuses.
     """
     doing = f"reading the topics of {address_of(settings)}"
-    with our_errors(doing):
+    with converting_errors(doing):
         async with asyncio.timeout(settings.connect_timeout_ms / 1000):
             if topics is not None:
                 found = await topics_named(client, topics)

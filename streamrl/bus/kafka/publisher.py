@@ -32,7 +32,7 @@ from aiokafka.producer.message_accumulator import BatchBuilder
 from aiokafka.structs import RecordMetadata
 
 from streamrl.bus.kafka.aiokafka_internals import watch_tasks
-from streamrl.bus.kafka.connection import our_errors, partition_counts, partitions_seen_by, stop
+from streamrl.bus.kafka.connection import converting_errors, partition_counts, partitions_seen_by, stop
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.port import Outgoing, Position, TopicPartition
 from streamrl.schemas.errors import BusError, BusUnavailable, DeliveryUnknown
@@ -144,7 +144,7 @@ class KafkaPublisher:
         if topic not in counts:
             raise BusUnavailable(f"expected an existing topic, got {topic!r}; create it with `streamrl topics apply`")
         self._counts |= counts
-        with our_errors(f"finding the leaders of {topic}"):
+        with converting_errors(f"finding the leaders of {topic}"):
             async with asyncio.timeout(self._settings.connect_timeout_ms / 1000):
                 await producer.partitions_for(topic)
         return counts[topic]

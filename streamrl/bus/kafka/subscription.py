@@ -26,8 +26,8 @@ from streamrl.bus.kafka.aiokafka_internals import client_of, let_fetcher_request
 from streamrl.bus.kafka.connection import (
     BrokerAvailability,
     client_options,
+    converting_errors,
     discard,
-    our_errors,
     partitions_seen_by,
     started,
 )
@@ -93,7 +93,7 @@ class KafkaSubscription:
             await self._replace_if_stuck(self._consumer)
         consumer = self._consumer  # read here, because it may just have been replaced
         await asyncio.sleep(0)  # otherwise a caller that polls without waiting would keep the event loop from reading
-        with our_errors(f"reading as {self._factory.client_id}"):
+        with converting_errors(f"reading as {self._factory.client_id}"):
             fetched = await self._fetch(consumer, max_records, timeout_s)
         # This may be cancelled, so the positions move only after it. There is no await from there to the return.
         if fetched and self._factory.prefetch:
@@ -206,7 +206,7 @@ class KafkaSubscription:
         assert self._factory.group_id is not None, "commit needs a subscription with a group_id"
         if not offsets:
             return
-        with our_errors(f"committing offsets of {self._factory.group_id}"):
+        with converting_errors(f"committing offsets of {self._factory.group_id}"):
             async with asyncio.timeout(self._factory.settings.request_timeout_ms / 1000):
                 await self._open_consumer().commit({KafkaPartition(*tp): offset for tp, offset in offsets.items()})
 
@@ -330,7 +330,7 @@ class ConsumerFactory:
 
     async def offsets(self, ask: AskOffsets, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """The answer of ``ask``, a consumer's ``beginning_offsets`` or ``end_offsets``, within the connect time-out."""
-        with our_errors(f"reading offsets as {self.client_id}"):
+        with converting_errors(f"reading offsets as {self.client_id}"):
             async with asyncio.timeout(self.settings.connect_timeout_ms / 1000):
                 found = await ask([KafkaPartition(*tp) for tp in partitions])
         return {TopicPartition(*tp): offset for tp, offset in found.items()}

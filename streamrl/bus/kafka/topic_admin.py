@@ -16,13 +16,20 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaTimeoutError, for_code
 
 from streamrl.bus.kafka.aiokafka_internals import client_of, expecting_new_topics
-from streamrl.bus.kafka.connection import client_options, discard, our_errors, partition_counts, started, topics_named
+from streamrl.bus.kafka.connection import (
+    client_options,
+    converting_errors,
+    discard,
+    partition_counts,
+    started,
+    topics_named,
+)
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.kafka.subscription import ConsumerFactory
 from streamrl.bus.port import TopicPartition
 from streamrl.schemas.errors import BrokerError, BusUnavailable
-from streamrl.schemas.identifiers import policy_in, run_and_policy
-from streamrl.schemas.topics import CATALOGUE, OF_AN_INSTANCE, Topic
+from streamrl.schemas.identifiers import parse_scope, policy_in
+from streamrl.schemas.topics import CATALOGUE, INSTANCE_TOPICS, Topic
 
 READY_TIMEOUT_S = 60.0
 """Seconds to wait for the leaders of new partitions.
@@ -128,7 +135,7 @@ async def apply_topics(
             plan = await _plan(admin, run, trajectory_partitions, replication_factor)
             # The first attempt's plan counts, because a failed attempt may have carried out a part of it.
             changes = changes or plan.changes
-            with our_errors(f"changing the topics of run {run}"):
+            with converting_errors(f"changing the topics of run {run}"):
                 async with asyncio.timeout(READY_TIMEOUT_S):
                     await _carry_out(admin, plan)
             break
@@ -152,15 +159,15 @@ async def topics_of(settings: KafkaSettings, run: str) -> list[str]:
         BrokerError: no broker answers.
     """
     held = await partition_counts(settings, _CLIENT_ID)
-    own = [name for topic in topics_under(run) if (name := topic.full_name(run)) in held]
+    own = [name for topic in topics_of_scope(run) if (name := topic.full_name(run)) in held]
     scopes = sorted({name.rpartition(".")[0] for name in held} - {run})
-    instances = [scope for scope in scopes if run_and_policy(scope)[0] == run]
-    return own + [name for scope in instances for topic in OF_AN_INSTANCE if (name := topic.full_name(scope)) in held]
+    instances = [scope for scope in scopes if parse_scope(scope)[0] == run]
+    return own + [name for scope in instances for topic in INSTANCE_TOPICS if (name := topic.full_name(scope)) in held]
 
 
-def topics_under(scope: str) -> tuple[Topic, ...]:
+def topics_of_scope(scope: str) -> tuple[Topic, ...]:
     """The topics whose names start with a scope: all topics for a run, only its own for an instance."""
-    return CATALOGUE if policy_in(scope) is None else OF_AN_INSTANCE
+    return CATALOGUE if policy_in(scope) is None else INSTANCE_TOPICS
 
 
 async def delete_topics(settings: KafkaSettings, run: str) -> list[str]:
@@ -175,7 +182,7 @@ async def delete_topics(settings: KafkaSettings, run: str) -> list[str]:
         return []
     admin = await _admin(settings)
     try:
-        with our_errors(f"deleting the topics of run {run}"):
+        with converting_errors(f"deleting the topics of run {run}"):
             async with asyncio.timeout(READY_TIMEOUT_S):
                 response = await admin.delete_topics(names)
                 for name, code, *_ in response.topic_error_codes:
@@ -197,14 +204,14 @@ async def _admin(settings: KafkaSettings) -> AIOKafkaAdminClient:
 def _wanted(run: str, trajectory_partitions: int, replicas: int) -> list[_Wanted]:
     return [
         _Wanted(topic.full_name(run), topic, topic.partition_count(trajectory_partitions), replicas)
-        for topic in topics_under(run)
+        for topic in topics_of_scope(run)
     ]
 
 
 async def _plan(
     admin: AIOKafkaAdminClient, run: str, trajectory_partitions: int, replication_factor: int | None
 ) -> _Plan:
-    with our_errors(f"reading the topics of run {run}"):
+    with converting_errors(f"reading the topics of run {run}"):
         async with asyncio.timeout(READY_TIMEOUT_S):
             brokers = len(client_of(admin).cluster.brokers())
             if replication_factor is not None and replication_factor > brokers:
@@ -295,7 +302,7 @@ async def _wait_for_leaders(settings: KafkaSettings, wanted: Sequence[_Wanted]) 
     with expecting_new_topics({each.name for each in wanted}):
         consumer = await ConsumerFactory(settings, _CLIENT_ID, None).open_consumer(partitions)
         try:
-            with our_errors(f"waiting for the leaders of {len(partitions)} partitions"):
+            with converting_errors(f"waiting for the leaders of {len(partitions)} partitions"):
                 async with asyncio.timeout(READY_TIMEOUT_S):
                     while True:
                         # The client fails after one request's time-out, when a broker may still be making partitions.

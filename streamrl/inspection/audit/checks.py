@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from streamrl.consumers.ingest.rejections import chained
+from streamrl.consumers.ingest.rejections import next_row_hash
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
 from streamrl.inspection.audit.columns import PARTITION_SHIFT, Ints, Mask, as_hashes, keys_of
 from streamrl.inspection.audit.index import CARRIED, RANGES, REASONS, TRAINED, AlgorithmIndex, AuditIndex
@@ -432,7 +432,7 @@ def _check_rows(table: AuditTable, manifest: CheckpointManifest, settled: Settle
             if row is None:
                 detail = f"row {sequence} of lineage {link.lineage}"
                 return [Violation(ViolationKind.SKIP_ROW_MISSING, table.algorithm, 1, None, None, None, detail)]
-            rolling = chained(rolling, _as_record(link.lineage, sequence, row))
+            rolling = next_row_hash(rolling, _as_record(link.lineage, sequence, row))
             reasons[REASONS[row.code - 1].value] += row.end - row.offset
         total = own.row_sums[*before, link.lineage] = RowSum(count, rolling, reasons)
         before = (*before, link.lineage, count)

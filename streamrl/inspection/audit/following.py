@@ -15,7 +15,7 @@ from typing import Any
 import uvloop
 
 from streamrl.bus.history import History
-from streamrl.bus.waiting import end_tasks, happens_within
+from streamrl.bus.waiting import end_tasks, wait_for_event
 from streamrl.consumers.training.checkpoints.catalogue import read_manifests
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
 from streamrl.inspection.audit.follower import AuditFollower, TopicsRecreated
@@ -77,7 +77,7 @@ async def _follow(
     stop = asyncio.Event()
     following = Following(past, history, options, meter, once=once)
     try:
-        with stopping.until_asked(lambda _: stop.set()):
+        with stopping.stop_requests_handled_by(lambda _: stop.set()):
             code = await following.run(stop)
     finally:
         following.close()
@@ -161,7 +161,7 @@ class Following:
                 if self.once or (report.is_finished and not self.new_records):
                     self._note(f"the run is {'finished' if report.is_finished else 'not running'}")
                     return 0 if report.is_balanced else NOT_BALANCED
-            if await happens_within(stop, max(0.0, self.options.interval_s - (time.monotonic() - began))):
+            if await wait_for_event(stop, max(0.0, self.options.interval_s - (time.monotonic() - began))):
                 break
         return 0 if report is None or report.is_balanced else NOT_BALANCED
 

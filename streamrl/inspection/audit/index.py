@@ -21,7 +21,7 @@ from streamrl.bus.history import Extent
 from streamrl.bus.port import Record
 from streamrl.inspection.audit.columns import Hashes, Ints, Mask, RecordEntries, RecordPositions, as_hashes, hash_of
 from streamrl.inspection.audit.rows import RowContent, RowSum, SkipRows
-from streamrl.schemas.codec import CONTINUATIONS_HEADER, TURNS_HEADER, named_error, peek, peek_trajectory_id
+from streamrl.schemas.codec import CONTINUATIONS_HEADER, TURNS_HEADER, dead_letter_error_class, peek, peek_trajectory_id
 from streamrl.schemas.errors import DataError, MalformedFrame
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.lineage import LineageChain, LineageStart
@@ -333,4 +333,4 @@ class AuditIndex:
 
     def add_dead_letter(self, record: Record) -> None:
         """Add a record of the dead-letters topic."""
-        self.dead_letters[named_error(record.headers)] += 1
+        self.dead_letters[dead_letter_error_class(record.headers)] += 1

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamrl.bus.history import BusHistory, Extent, KeptHistory
+from streamrl.bus.history import BusHistory, ConnectedHistory, Extent
 from streamrl.bus.port import Bus
 from streamrl.bus.waiting import in_thread
 from streamrl.inspection.dead_letters import DeadLetter, as_json, dead_letter_of, retry
@@ -69,7 +69,7 @@ class DashboardContext:
 
     def __post_init__(self) -> None:
         bus = self.looks or self.bus
-        kept = KeptHistory(bus, Fold(self.state.run).topics, CLIENT_ID, bulk=self.bus)
+        kept = ConnectedHistory(bus, Fold(self.state.run).topics, CLIENT_ID, bulk=self.bus)
         self.follower = IndexFollower(kept, self.state.run, self.index)
 
     @property

@@ -27,9 +27,9 @@ from aiohttp import web
 from aiohttp.client_exceptions import ClientConnectionError
 from aiohttp.typedefs import Handler, Middleware
 
-from streamrl.bus.kafka.connection import advised
+from streamrl.bus.kafka.connection import with_advice
 from streamrl.bus.serving import OpenRequests, listen
-from streamrl.bus.waiting import in_thread, until_ended
+from streamrl.bus.waiting import in_thread, wait_for_tasks
 from streamrl.inspection.charts import assets
 from streamrl.inspection.dashboard.records import (
     CLIENT_ID,
@@ -51,7 +51,7 @@ from streamrl.observability.run_state.snapshot import sections_of, snapshot
 from streamrl.observability.run_state.state import RunState
 from streamrl.schemas import stopping
 from streamrl.schemas.errors import StreamRLError, UserError
-from streamrl.schemas.hosts import is_our_host
+from streamrl.schemas.hosts import is_own_host
 from streamrl.settings.features import run_parts
 
 JSON = "application/json"
@@ -177,7 +177,7 @@ class _LimitReached(Exception):
     """Too many requests of a kind are running."""
 
 
-STREAMS, LOOKS = web.AppKey("streams", RequestLimit), web.AppKey("looks", RequestLimit)
+STREAMS, TOPIC_READS = web.AppKey("streams", RequestLimit), web.AppKey("looks", RequestLimit)
 
 
 def build_app(
@@ -191,7 +191,7 @@ def build_app(
     app = web.Application(middlewares=[_guarded(host), _errors_as_json], client_max_size=MAX_BODY)
     app[CONTEXT], app[STREAM], app[STOP] = context, UpdateStream(context.state, pace_s=pace_s), stop
     app[STREAMS] = RequestLimit(MAX_STREAMS, "open pages")
-    app[LOOKS] = RequestLimit(MAX_LOOKS, "reads of the topics")
+    app[TOPIC_READS] = RequestLimit(MAX_LOOKS, "reads of the topics")
     app.router.add_get("/", _index)
     app.router.add_get("/{folder:page|charts|uplot}/{name}", _asset)
     app.router.add_get(UPDATES, _updates)
@@ -206,7 +206,7 @@ def build_app(
 def _guarded(host: str) -> Middleware:
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if not is_our_host(request.headers.get("Host", ""), host):
+        if not is_own_host(request.headers.get("Host", ""), host):
             return _refusal(421, f"expected a request to this server's own name, {host}, got another")
         if not may_read(request.headers, request.path):
             return _refusal(403, "only the dashboard's own page may read this")
@@ -241,7 +241,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except NotIndexedYet as error:
         return _refusal(503, str(error), again=True)
     except StreamRLError as error:
-        return _refusal(503, advised(error, request.app[CONTEXT].advice()))
+        return _refusal(503, with_advice(error, request.app[CONTEXT].advice()))
 
 
 def _refusal(status: int, text: str, *, again: bool = False) -> web.Response:
@@ -282,17 +282,17 @@ async def _snapshot(request: web.Request) -> web.StreamResponse:
 
 
 async def _trajectory(request: web.Request) -> web.StreamResponse:
-    with request.app[LOOKS].slot(), normal_priority():
+    with request.app[TOPIC_READS].slot(), normal_priority():
         return web.json_response(await inspect(request.app[CONTEXT], request.query.get("id", "")[:300]))
 
 
 async def _dead_letters(request: web.Request) -> web.StreamResponse:
-    with request.app[LOOKS].slot():
+    with request.app[TOPIC_READS].slot():
         return web.json_response(await newest_dead_letters(request.app[CONTEXT]))
 
 
 async def _retry(request: web.Request) -> web.StreamResponse:
-    with request.app[LOOKS].slot():
+    with request.app[TOPIC_READS].slot():
         return web.json_response(await retry_dead_letter(request.app[CONTEXT], int(request.match_info["offset"])))
 
 
@@ -315,7 +315,7 @@ def serve(connection: RunConnection, where: Path | None, host: str, port: int, *
 async def _serve(connection: RunConnection, where: Path | None, host: str, port: int, *, open_browser: bool) -> None:
     connection = await connection.with_run()
     stop = asyncio.Event()
-    with stopping.until_asked(lambda _: stop.set()):
+    with stopping.stop_requests_handled_by(lambda _: stop.set()):
         await _serve_until(stop, connection, where, host, port, open_browser=open_browser)
 
 
@@ -353,7 +353,7 @@ async def _serve_until(
         finally:
             for task in tasks:
                 task.cancel()
-            await until_ended(tasks)
+            await wait_for_tasks(tasks)
     finally:
         stop.set()
         try:

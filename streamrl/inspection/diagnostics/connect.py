@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from streamrl.bus.embedded.detached import left_running
+from streamrl.bus.embedded.detached import running_bootstrap_servers
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.inspection.source import RUNS, PastRun, nodes_of, open_run, own_broker
@@ -131,7 +131,7 @@ def connect(where: Path | None, run: str, servers: str | None) -> RunConnection:
     past = open_run(where)
     # The command line has priority over the settings, and the run's own broker over one that many runs may share.
     named, own = servers or past.settings.kafka.bootstrap_servers, own_broker(past.directory)
-    address = named or own or left_running()
+    address = named or own or running_bootstrap_servers()
     if address is None:
         raise UserError(_without_broker(where, past))
     # The data folder, and so the command to start it again, is known only for the run's own broker.
@@ -157,7 +157,7 @@ def _connect_to_broker(servers: str | None, run: str) -> RunConnection:
         if directory.config.is_file() and (address := own_broker(directory)):
             past = open_run(directory.path)
             return RunConnection(_at(past.settings.kafka, address), run or past.name, past.settings, directory.kafka)
-    if address := left_running():
+    if address := running_bootstrap_servers():
         return RunConnection(_at(kafka, address), run)
     raise UserError(
         f"expected a running broker, got none under {RUNS}/ and none of `streamrl kafka up`: name one with "

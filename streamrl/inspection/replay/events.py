@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from streamrl.bus.port import Record
 from streamrl.inspection.replay.steps import Lineages
-from streamrl.schemas.codec import named_error
+from streamrl.schemas.codec import dead_letter_error_class
 from streamrl.schemas.reports import CarriedOver, RecordRef, RefusedStep, SkipRecord, StepReport
 from streamrl.schemas.trajectories import Trajectory, WorkOrder
 
@@ -86,7 +86,7 @@ def skip_event(row: SkipRecord, *, counts: bool) -> HistoryEvent:
 def dead_letter_event(record: Record) -> HistoryEvent:
     """The event that the trainer could not decode the record."""
     reason = (dict(record.headers).get("dlq-error") or b"").decode(errors="replace")
-    detail = f"{named_error(record.headers)}: {reason}, as dead letter {record.offset}"
+    detail = f"{dead_letter_error_class(record.headers)}: {reason}, as dead letter {record.offset}"
     return HistoryEvent(record.timestamp, "dead-lettered", detail)
 
 

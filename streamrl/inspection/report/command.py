@@ -23,7 +23,7 @@ from streamrl.inspection.report.gathering import gather_topics
 from streamrl.inspection.report.page import differing_settings, figure_rows, level_for, write_page
 from streamrl.inspection.report.pairing import paired_differences
 from streamrl.inspection.report.record import RunRecord, TopicDigest, read_record, write_facts
-from streamrl.inspection.source import RUNS, PastRun, history_of, no_run, open_run
+from streamrl.inspection.source import RUNS, PastRun, describe_missing_run, history_of, open_run
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.plain_text import plain_text
 from streamrl.settings.run_directory import RunDirectory
@@ -191,8 +191,8 @@ def find_run(path: Path) -> RunDirectory:
             )
     if given.is_dir():
         name = RunDirectory(given).config.name
-        raise UserError(f"expected a run's directory, with {name}, got {no_run(given)}")
-    raise UserError(f"expected a run's directory or its name under {RUNS}/, got {no_run(path)}")
+        raise UserError(f"expected a run's directory, with {name}, got {describe_missing_run(given)}")
+    raise UserError(f"expected a run's directory or its name under {RUNS}/, got {describe_missing_run(path)}")
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:

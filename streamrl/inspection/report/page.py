@@ -19,7 +19,7 @@ from streamrl.inspection.report.figures import Figure, Value, common_level, figu
 from streamrl.inspection.report.pairing import paired_differences, shown_p
 from streamrl.inspection.report.record import RunRecord
 from streamrl.observability.run_state.aggregates import ENDS
-from streamrl.settings.differences import ABSENT, OWN_TO_A_RUN, differing, value_text
+from streamrl.settings.differences import ABSENT, PER_RUN_SETTINGS, differing, value_text
 
 """Settings that differ between any two runs and mean nothing."""
 
@@ -91,7 +91,7 @@ def seconds_shown(value: float) -> str:
 
 def differing_settings(records: Sequence[RunRecord]) -> list[tuple[str, tuple[str, ...]]]:
     """Keys whose values differ between the runs that have settings, in the order of the files."""
-    return differing([record.settings for record in records], ignored=OWN_TO_A_RUN)
+    return differing([record.settings for record in records], ignored=PER_RUN_SETTINGS)
 
 
 def differing_environment(records: Sequence[RunRecord]) -> list[tuple[str, tuple[str, ...]]]:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from streamrl.observability.run_state.aggregates import LAG_PREFIX
 from streamrl.schemas.errors import DataError
 from streamrl.schemas.evaluation import EVALUATED
-from streamrl.schemas.files import write_whole
+from streamrl.schemas.files import write_atomically
 from streamrl.settings.differences import flat
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def read_facts(path: Path) -> RunFacts:
 
 def write_facts(path: Path, facts: RunFacts) -> None:
     """Write the data, completely or not at all."""
-    write_whole(path, facts.model_dump_json())
+    write_atomically(path, facts.model_dump_json())
 
 
 class TrainerSpan(NamedTuple):

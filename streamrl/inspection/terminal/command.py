@@ -15,8 +15,8 @@ import structlog
 import uvloop
 
 from streamrl.bus.history import BusHistory
-from streamrl.bus.kafka.connection import advised
-from streamrl.bus.waiting import happens_within
+from streamrl.bus.kafka.connection import with_advice
+from streamrl.bus.waiting import wait_for_event
 from streamrl.inspection.diagnostics.connect import RunConnection
 from streamrl.inspection.diagnostics.feed import feed_of
 from streamrl.inspection.process import give_way_when, tune_garbage_collector
@@ -95,7 +95,7 @@ async def _show(connection: RunConnection, where: str, options: LineOptions, *, 
 
 async def _in_lines(feed: RunFeed, options: LineOptions, stop: asyncio.Event) -> int:
     # The loop checks ``stop``, so a signal ends it between two lines, never within one.
-    with stopping.until_asked(lambda _: stop.set()):
+    with stopping.stop_requests_handled_by(lambda _: stop.set()):
         await print_lines(feed, options, stop)
     return stopping.exit_code(after_ctrl_c=0)
 
@@ -107,12 +107,12 @@ async def _on_screen(connection: RunConnection, feed: RunFeed, run_path: str, st
         try:
             return await read_trajectory(connection, place)
         except BusUnavailable as error:
-            raise BusUnavailable(advised(error, connection.bus.availability.explanation)) from error
+            raise BusUnavailable(with_advice(error, connection.bus.availability.explanation)) from error
 
     log_to_event_list(feed.state)
     app = TopApp(feed.state, read, run_path, pace_s=feed.pace_s)
     # Through the application, which restores the terminal. SIGHUP means that its window was closed.
-    with stopping.until_asked(lambda _: app.exit()):
+    with stopping.stop_requests_handled_by(lambda _: app.exit()):
         tune_garbage_collector()
         await app.run_async()
     stop.set()
@@ -180,13 +180,13 @@ async def print_lines(feed: RunFeed, options: LineOptions, stop: asyncio.Event) 
             print(line_of(feed.state, now), flush=True)  # Python would buffer lines into a pipe
         if options.once or feed.state.progress.finished:
             return
-        await happens_within(stop, options.interval_s)
+        await wait_for_event(stop, options.interval_s)
 
 
 async def _caught_up(feed: RunFeed, stop: asyncio.Event) -> None:
     # A feed has positions only after it has caught up. A line before that would show an empty run.
     while not feed.positions and not stop.is_set():
-        await happens_within(stop, CATCHING_UP_S)
+        await wait_for_event(stop, CATCHING_UP_S)
 
 
 def line_of(state: RunState, now: float) -> str:

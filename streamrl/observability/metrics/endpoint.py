@@ -19,7 +19,7 @@ from prometheus_client import (
 )
 
 from streamrl.schemas.errors import UserError
-from streamrl.schemas.files import write_whole
+from streamrl.schemas.files import write_atomically
 
 log = structlog.get_logger()
 
@@ -92,6 +92,6 @@ def _serve(registry: CollectorRegistry, host: str, first: int) -> tuple[WSGIServ
 def _write_target(path: Path, target: str, process: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps([{"targets": [target], "labels": {"process": process}}]))
+        write_atomically(path, json.dumps([{"targets": [target], "labels": {"process": process}}]))
     except OSError as error:
         log.warning("address of the metrics not written for Prometheus", path=str(path), error=str(error))

@@ -16,7 +16,7 @@ from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.cluster import GroupOffsets, Offsets
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.port import Subscription, TopicPartition
-from streamrl.bus.waiting import happens_within
+from streamrl.bus.waiting import wait_for_event
 from streamrl.observability.background import BackgroundTask
 from streamrl.observability.metrics.endpoint import endpoint
 from streamrl.observability.metrics.families import CORE_FAMILIES, Family, Meters
@@ -112,7 +112,7 @@ class Collecting:
         clock = asyncio.get_running_loop().time
         while True:
             due = clock() + COLLECT_EVERY_S
-            if await happens_within(stop, COLLECT_EVERY_S):
+            if await wait_for_event(stop, COLLECT_EVERY_S):
                 return
             # how late the timer's callback came: a delay of the loop delayed the role as well
             self.meters.set(max(0.0, clock() - due), "event_loop_lag_seconds")
@@ -141,7 +141,7 @@ class LagSampler:
         # both keep their connections: opening one would cost more than the request
         groups, subscription = GroupOffsets(self.kafka, {self._topic}), None
         try:
-            while not await happens_within(stop, self.interval_s):
+            while not await wait_for_event(stop, self.interval_s):
                 try:
                     if subscription is None:
                         subscription = await self._subscribe()

@@ -17,7 +17,7 @@ from streamrl.bus.port import Outgoing, Record
 from streamrl.observability.interceptor import DeliveryReport
 from streamrl.observability.metrics.families import Meters
 from streamrl.observability.run_state.aggregates import LAG_PREFIX
-from streamrl.schemas.codec import Headers, decode, named_error
+from streamrl.schemas.codec import Headers, dead_letter_error_class, decode
 from streamrl.schemas.control import FlowControl, RunFinished, WeightsReady
 from streamrl.schemas.errors import BusError, WireError
 from streamrl.schemas.messages import Message
@@ -180,7 +180,7 @@ class TrainerMeter:
 
     def dead_letter(self, _value: bytes | None, headers: Headers) -> None:
         """Take a record that did not decode."""
-        self.meters.count("dead_letters", named_error(headers))
+        self.meters.count("dead_letters", dead_letter_error_class(headers))
 
     def _step(self, report: StepReport) -> None:
         name = report.algorithm

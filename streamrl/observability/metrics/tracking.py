@@ -29,7 +29,7 @@ from streamrl.bus.waiting import in_thread
 from streamrl.observability.metrics.settings import TrackingSettings
 from streamrl.schemas.errors import BusError, SettingsError, WireError
 from streamrl.schemas.evaluation import EvaluationReport
-from streamrl.schemas.import_path import import_again
+from streamrl.schemas.import_path import retry_import
 from streamrl.schemas.reports import StepReport
 from streamrl.schemas.topics import EVALUATIONS, STEPS
 
@@ -220,7 +220,7 @@ def open_writer(name: str, project: str, run: str, folder: Path, config: Mapping
         # A test write: some libraries do not report that they cannot write, and keep everything in memory.
         with tempfile.TemporaryFile(dir=folder):
             pass
-        return import_again(make, name)
+        return retry_import(make, name)
     except SettingsError:
         raise
     except Exception as error:
@@ -289,7 +289,7 @@ def _not_installed(package: str, got: str) -> SettingsError:
 
 def _library(module: str, package: str) -> Any:
     try:
-        return import_again(partial(importlib.import_module, module), package)
+        return retry_import(partial(importlib.import_module, module), package)
     except ImportError as error:
         raise _not_installed(package, str(error)) from error
 

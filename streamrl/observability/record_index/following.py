@@ -17,7 +17,7 @@ import structlog
 
 from streamrl.bus.history import Extent, History
 from streamrl.bus.port import Record, TopicPartition
-from streamrl.bus.waiting import happens_within
+from streamrl.bus.waiting import wait_for_event
 from streamrl.observability.record_index.entries import Fold, Rows, mark_of
 from streamrl.observability.record_index.store import ReadPosition, RecordIndex
 from streamrl.schemas.errors import BusError, BusUnavailable, DataLossRefused, UserError
@@ -83,7 +83,7 @@ class IndexFollower:
         """
         pause = FIRST_FOLLOW_S
         while not stop.is_set():
-            if await happens_within(stop, pause):
+            if await wait_for_event(stop, pause):
                 return
             pause = max(FOLLOW_EVERY_S, self.every_s())
             reading, stopping = asyncio.create_task(self.catch_up()), asyncio.create_task(stop.wait())

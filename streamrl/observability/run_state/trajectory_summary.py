@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from streamrl.bus.port import Record
-from streamrl.schemas.codec import beginning_of_text, header_of
+from streamrl.schemas.codec import split_frame, text_prefix
 from streamrl.schemas.errors import WireError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.trajectories import Trajectory, total_reward
@@ -53,7 +53,7 @@ def summary_of(record: Record, reward_weights: Mapping[str, float]) -> Trajector
         return None
     try:
         # The rest of the text, which may be megabytes, is neither decoded nor copied.
-        fields, body = header_of(record.value, record.headers)
+        fields, body = split_frame(record.value, record.headers)
         versions = [PolicyVersion(*map(_count, span["version"])) for span in fields["version_spans"]]
         admitted = PolicyVersion(*map(_count, fields["admitted_version"]))
         versions = versions or [admitted]
@@ -69,7 +69,7 @@ def summary_of(record: Record, reward_weights: Mapping[str, float]) -> Trajector
             oldest=min(versions),
             newest=max(versions),
             finish_reason=_name(fields["finish_reason"]),
-            completion=_preview(beginning_of_text(Trajectory, "completion_text", fields, body, PREVIEW + 1)),
+            completion=_preview(text_prefix(Trajectory, "completion_text", fields, body, PREVIEW + 1)),
             started_at=_time(fields["started_at"]),
             finished_at=_time(fields["finished_at"]),
             partition=record.partition,

@@ -31,11 +31,11 @@ from streamrl.observability.tracing.context import (
 )
 from streamrl.observability.tracing.observer import OutgoingTrace, RoleTracer, StoredRecord, TracingObserver
 from streamrl.observability.tracing.settings import TelemetrySettings
-from streamrl.observability.tracing.worker_tracer import Heard, TracedEngine, WorkerTracer
+from streamrl.observability.tracing.worker_tracer import ReceivedContext, TracedEngine, WorkerTracer
 from streamrl.producers.generation.engines.port import Engine
 from streamrl.schemas.codec import Headers, decode
 from streamrl.schemas.control import WeightsReady
-from streamrl.schemas.identifiers import PolicyVersion, group_id_of, named_version, run_and_policy
+from streamrl.schemas.identifiers import PolicyVersion, group_id_of, named_version, parse_scope
 from streamrl.schemas.reports import RecordRef, SkipRecord, StepReport
 from streamrl.schemas.topics import CONTROL, DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
 from streamrl.schemas.trajectories import WorkOrder
@@ -182,7 +182,7 @@ class TrainerTracer:
     ) -> None:
         # An instance, besides the run's own trainer, writes under its own scope and reads the run's stream.
         self._steps, self._skips, self._dead_letters = (topic.full_name(run) for topic in (STEPS, SKIPS, DEAD_LETTERS))
-        self._topic = TRAJECTORIES.full_name(run_and_policy(run)[0])
+        self._topic = TRAJECTORIES.full_name(parse_scope(run)[0])
         self.writes = frozenset({self._steps, self._skips, self._dead_letters})
         self.reads = frozenset({self._topic})
         self._run, self._export, self._logged, self._clock = run, export, logged, clock
@@ -311,12 +311,12 @@ class CoordinatorTracer:
         self.writes = frozenset({CONTROL.full_name(run)})
         self.reads = frozenset({STEPS.full_name(run)})
         self._export, self._clock = export, clock
-        self._reports: FIFOCache[PolicyVersion, Heard] = FIFOCache(1024)  # the newest steps; older ones are announced
+        self._reports: FIFOCache[PolicyVersion, ReceivedContext] = FIFOCache(1024)  # of the newest steps
 
     def received(self, record: Record, context: SpanContext) -> None:
         """Take a step report."""
         if isinstance(report := record.message(), StepReport):
-            self._reports[report.version] = Heard(context, self._clock())
+            self._reports[report.version] = ReceivedContext(context, self._clock())
 
     def sending(self, record: Outgoing) -> OutgoingTrace | None:
         """Take a control message that is about to be sent."""
@@ -326,7 +326,9 @@ class CoordinatorTracer:
         context = SpanContext(heard.context.trace_id, span_id_of(heard.context.trace_id, "announce", message.sequence))
         return OutgoingTrace(context, partial(self._announced, message, heard, context))
 
-    def _announced(self, message: WeightsReady, heard: Heard, context: SpanContext, stored: StoredRecord) -> None:
+    def _announced(
+        self, message: WeightsReady, heard: ReceivedContext, context: SpanContext, stored: StoredRecord
+    ) -> None:
         attributes = messaging_attributes("send", stored.topic, stored.partition, stored.offset, None) | {
             "streamrl.step": message.step,
             "streamrl.policy.version": str(message.version),

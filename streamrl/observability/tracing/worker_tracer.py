@@ -38,7 +38,7 @@ from streamrl.schemas.trajectories import FinishReason, Trajectory
 from streamrl.schemas.weights import MANIFEST
 
 
-class Heard(NamedTuple):
+class ReceivedContext(NamedTuple):
     """The context of a record, and when the record was read, in seconds since the epoch."""
 
     context: SpanContext
@@ -47,7 +47,7 @@ class Heard(NamedTuple):
 
 class _Announced(NamedTuple):
     version: str
-    heard: Heard
+    heard: ReceivedContext
 
 
 class _Generated(NamedTuple):
@@ -77,7 +77,7 @@ class WorkerTracer:
         self.reads = frozenset({WORK_ORDERS.full_name(run), CONTROL.full_name(run)})
         self.clock = clock
         self._worker_id, self._export, self._logged = worker_id, export, logged
-        self._orders: FIFOCache[str, Heard] = FIFOCache(REMEMBERED)
+        self._orders: FIFOCache[str, ReceivedContext] = FIFOCache(REMEMBERED)
         # weights announced and not adopted yet, by manifest: versions of two policies may have equal numbers
         self._weights: FIFOCache[str, _Announced] = FIFOCache(64)
         self._generated: FIFOCache[str, _Generated] = FIFOCache(REMEMBERED)
@@ -87,11 +87,11 @@ class WorkerTracer:
         if record.key is None:
             return
         if record.topic.endswith(WORK_ORDERS.name):
-            self._orders[record.key] = Heard(context, self.clock())
+            self._orders[record.key] = ReceivedContext(context, self.clock())
             self._logged.add(record.key, context)
         elif isinstance(message := message_of(record), AnnouncedWeights):
             named = named_version(message.series or None, message.version)
-            self._weights[message.manifest_sha256] = _Announced(named, Heard(context, self.clock()))
+            self._weights[message.manifest_sha256] = _Announced(named, ReceivedContext(context, self.clock()))
 
     def follows(self, trajectory_id: str) -> bool:
         """Whether this sample belongs to a trace."""
@@ -146,7 +146,7 @@ class WorkerTracer:
         return SpanContext(within.trace_id, span_id_of(one.trajectory_id, one.attempt, self._worker_id, name))
 
     def _sent(
-        self, one: Trajectory, heard: Heard, sample: SpanContext, context: SpanContext, stored: StoredRecord
+        self, one: Trajectory, heard: ReceivedContext, sample: SpanContext, context: SpanContext, stored: StoredRecord
     ) -> None:
         # two readings of the clock may differ a little; a child must not start before its parent
         start_s = min(heard.at_s, one.started_at)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.liveness import LastBeats
-from streamrl.schemas.messages import is_near_version
+from streamrl.schemas.messages import is_compatible_wire_version
 from streamrl.schemas.reports import RelayBeat
 
 
@@ -79,7 +79,7 @@ class RelayMembership(LastBeats[RelayBeat]):
         return chain_of(
             member_of(beat)
             for name, beat in self
-            if not self.is_silent(name, now) and not beat.leaving and is_near_version(beat.wire)
+            if not self.is_silent(name, now) and not beat.leaving and is_compatible_wire_version(beat.wire)
         )
 
 

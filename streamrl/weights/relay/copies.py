@@ -33,16 +33,16 @@ from streamrl.bus.waiting import in_thread
 from streamrl.schemas.errors import ChecksumMismatch
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import (
-    INCOMING,
+    INCOMING_PREFIX,
     MANIFEST,
     SERIES,
     WeightFile,
     WeightManifest,
     chunk_bytes_of,
     complete_versions,
-    note_run,
-    run_noted,
+    read_run_id,
     version_in,
+    write_run_id,
 )
 
 GONE = ".gone-"
@@ -181,7 +181,7 @@ class VersionCopy:
     @property
     def is_whole(self) -> bool:
         """Whether the version has its final name, and hence all of its files."""
-        return not self.directory.name.startswith(INCOMING)
+        return not self.directory.name.startswith(INCOMING_PREFIX)
 
     def is_as_announced(self, manifest_sha256: str) -> bool:
         """Whether this is the whole version with that manifest, not just one with the same number."""
@@ -248,7 +248,7 @@ class RelayCopies:
         if run_id == self._run_id:
             return False
         is_other = False
-        if (noted := run_noted(self.root)) != run_id:
+        if (noted := read_run_id(self.root)) != run_id:
             self.root.mkdir(parents=True, exist_ok=True)
             for copies in (self, *self.series.values()):
                 copies.versions.clear()
@@ -256,7 +256,7 @@ class RelayCopies:
             for left in others:
                 _put_aside(left, self.root)
             is_other = noted is not None or bool(others)
-            note_run(self.root, run_id)
+            write_run_id(self.root, run_id)
         self._run_id = run_id  # last: a call that failed on a full disk is repeated
         return is_other
 
@@ -267,7 +267,7 @@ class RelayCopies:
     def begin(self, manifest: WeightManifest, raw: bytes) -> VersionCopy:
         """Start the copy of a version whose manifest was checked. If its base is here, the copy includes the delta."""
         digest = hashlib.sha256(raw).hexdigest()
-        directory = self.root / f"{INCOMING}{manifest.version}-{digest[:16]}"
+        directory = self.root / f"{INCOMING_PREFIX}{manifest.version}-{digest[:16]}"
         directory.mkdir(parents=True, exist_ok=True)
         copy = self.versions[manifest.version] = VersionCopy.at(
             directory, manifest, raw, with_delta=self.base_of(manifest) is not None
@@ -355,7 +355,7 @@ class RelayCopies:
             if self._is_free(self.versions[version]):
                 unwanted.append(self.versions.pop(version).directory)
         used = {copy.directory for copy in self.versions.values()}
-        for left in self.root.glob(f"{INCOMING}*") if whole else ():
+        for left in self.root.glob(f"{INCOMING_PREFIX}*") if whole else ():
             interrupted = version_in(left.name)
             if left not in used and interrupted is not None and interrupted <= whole[-1]:
                 unwanted.append(left)

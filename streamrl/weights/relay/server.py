@@ -23,7 +23,7 @@ import structlog
 from aiohttp import web
 
 from streamrl.bus.serving import OpenRequests, listen
-from streamrl.bus.waiting import happens_within, in_thread
+from streamrl.bus.waiting import in_thread, wait_for_event
 from streamrl.schemas.errors import ChecksumMismatch, UserError
 from streamrl.schemas.identifiers import PolicyVersion, is_plain_name
 from streamrl.schemas.weights import BELOW, DIRECTORY, MANIFEST, weights_path
@@ -255,7 +255,7 @@ async def _answer_directory(request: web.Request, copy: VersionCopy) -> web.Stre
     with suppress(ConnectionError):  # the client has left
         await response.prepare(request)
         had = copy.have
-        while not await happens_within(copy.ended, SIGN_OF_LIFE_S):
+        while not await wait_for_event(copy.ended, SIGN_OF_LIFE_S):
             if request.transport is None or request.transport.is_closing():
                 return response
             if copy.have != had:

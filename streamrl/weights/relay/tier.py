@@ -15,9 +15,9 @@ from ipaddress import ip_address
 
 import structlog
 
-from streamrl.bus.listening import Listening
+from streamrl.bus.listening import HeartbeatReader
 from streamrl.bus.port import Bus, Outgoing, Publisher, TopicPartition, message_of
-from streamrl.bus.waiting import end_tasks, happens_within, in_thread, until_ended
+from streamrl.bus.waiting import end_tasks, in_thread, wait_for_event, wait_for_tasks
 from streamrl.schemas.control import AnnouncedWeights, RunIdentity
 from streamrl.schemas.errors import BusError, DataLossRefused
 from streamrl.schemas.messages import WIRE_VERSION, Message
@@ -99,7 +99,7 @@ class RelayTier:
         finally:
             for task in (*tasks, stopping):
                 task.cancel()
-            await until_ended([*tasks, stopping])
+            await wait_for_tasks([*tasks, stopping])
 
     async def _persistently(self, loop: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -117,7 +117,7 @@ class RelayTier:
             while True:
                 self._changed.clear()
                 await self._beat(publisher)
-                await happens_within(self._changed, self.settings.heartbeat_interval_s)
+                await wait_for_event(self._changed, self.settings.heartbeat_interval_s)
         finally:
             with contextlib.suppress(BusError, TimeoutError):
                 async with asyncio.timeout(LAST_BEAT_S):
@@ -157,7 +157,7 @@ class RelayTier:
         start = {place: end for place, end in ends.items() if place.topic == beats}
         reading = await self.bus.subscribe([beats, control], client_id=name, start=start)
         try:
-            listening = Listening(reading, self.members.timeout_s, self.members.extend, self.clock)
+            listening = HeartbeatReader(reading, self.members.timeout_s, self.members.extend, self.clock)
             while True:
                 for record in await listening.poll(POLL_S):
                     if (message := message_of(record)) is not None:
@@ -238,7 +238,7 @@ class RelayTier:
         finally:
             for task in fetching.values():
                 task.cancel()
-            await until_ended(fetching.values())
+            await wait_for_tasks(fetching.values())
 
     def route(self, ready: AnnouncedWeights, given_up: frozenset[str]) -> list[str]:
         """Addresses of the upstreams for a version. Until this relay hears another, they are the announcement's."""

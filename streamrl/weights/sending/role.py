@@ -50,7 +50,7 @@ def build_sender(settings: "Settings", context: "ProcessContext") -> "Role":
 def _processes(settings: "Settings") -> Sequence[ChildProcess]:
     # Optional: if the sender is down, workers fetch files.
     wanted = bool(_sender_of(settings).transfer)
-    return [ChildProcess("sender", "sender", optional=True, beside_trainer=True)] if wanted else []
+    return [ChildProcess("sender", "sender", optional=True, on_trainer_devices=True)] if wanted else []
 
 
 def _start_options(settings: "Settings") -> Sequence[str]:

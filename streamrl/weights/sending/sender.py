@@ -196,7 +196,7 @@ def load_version(directory: Path, asked: TurnRequest) -> LoadedVersion:
         WeightsError: it is not the requested version, or it has an adapter only.
     """
     from streamrl.weights.groups import word_sum
-    from streamrl.weights.tensors import mapped_tensors
+    from streamrl.weights.tensors import map_tensors
 
     manifest = checked_manifest(
         (directory / MANIFEST).read_bytes(), asked.version, asked.manifest_sha256, directory.name
@@ -207,7 +207,7 @@ def load_version(directory: Path, asked: TurnRequest) -> LoadedVersion:
     path = directory / WEIGHTS
     if (found := sha256_of(path)) != file.sha256:
         raise WeightsError(f"expected sha256 {file.sha256} of {WEIGHTS} in {asked.version}, got {found}")
-    tensors = mapped_tensors(path)
+    tensors = map_tensors(path)
     return LoadedVersion(asked.manifest_sha256, tensors, tuple(word_sum(tensor) for tensor in tensors.values()))
 
 

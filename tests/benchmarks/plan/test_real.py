@@ -2,7 +2,7 @@ import pytest
 
 from benchmarks.plan.__main__ import summary
 from benchmarks.plan.real import CASES, ENDS, LONGEST, RealCase, RealEngine, letters
-from streamrl.planning.planner import expecting, measured_settings
+from streamrl.planning.planner import measured_settings, with_recorded_lengths
 from streamrl.producers.generation.engines.length_trace import trace_length
 from streamrl.producers.generation.engines.model_files import read_facts
 from streamrl.schemas.profiles import DecodeSettings, DeviceProfile, TrainingCosts
@@ -34,7 +34,7 @@ def test_the_model_ends_by_itself_at_about_every_sixty_fourth_token(engine: Real
 def test_every_case_is_a_run_that_can_be_predicted_with_measured_times(engine: RealEngine, case: RealCase) -> None:
     settings = load_settings(engine.config(case, "test", seed=0), [])
     assert (settings.loop.mode, settings.run.workers) == (case.mode, case.workers)
-    with expecting(measured_settings(settings, PROFILE, PROFILE), [7, 7, 7]) as expected:
+    with with_recorded_lengths(measured_settings(settings, PROFILE, PROFILE), [7, 7, 7]) as expected:
         assert expected.emulation.decode == PROFILE.decode
         assert expected.emulation.training == PROFILE.training
         assert trace_length(expected.emulation.lengths, "any/0", 0, None) == 7

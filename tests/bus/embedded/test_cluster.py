@@ -244,4 +244,4 @@ def test_the_broker_dies_with_the_process_that_started_it(tmp_path: Path) -> Non
     assert broker.alive()
     starter.kill()
     starter.communicate()
-    assert broker.wait_gone(5)
+    assert broker.wait_ended(5)

@@ -43,7 +43,7 @@ def test_a_tied_process_is_killed_when_its_starter_is_killed(tmp_path: Path) -> 
     assert tied.alive()
     starter.kill()
     starter.communicate()
-    assert tied.wait_gone(5)
+    assert tied.wait_ended(5)
 
 
 def test_closing_a_tied_process_kills_it(tmp_path: Path) -> None:

@@ -40,7 +40,6 @@ from aiokafka.protocol.fetch import FetchRequest
 import streamrl.bus.kafka
 from streamrl.bus.kafka.aiokafka_internals import (
     ProducerIdentity,
-    ask_others_soon,
     client_of,
     encoded,
     end_sender,
@@ -48,6 +47,7 @@ from streamrl.bus.kafka.aiokafka_internals import (
     identity_of,
     inner_futures,
     let_fetcher_request,
+    limit_broker_waits,
     open_with_identity,
     replace_record_reader,
     supported_features,
@@ -203,7 +203,7 @@ async def test_a_node_that_is_silent_is_given_up_soon_and_asked_last_until_it_an
         update_metadata=updated.append,
         failed_update=lambda _: None,
     )
-    ask_others_soon(client, 0.02)
+    limit_broker_waits(client, 0.02)
     async with patience(5):
         for _ in range(30):
             assert await client._metadata_update(client.cluster, None)

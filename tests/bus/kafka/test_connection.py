@@ -21,7 +21,7 @@ from structlog.testing import capture_logs
 
 from streamrl.bus.kafka import connection
 from streamrl.bus.kafka.bus import KafkaBus
-from streamrl.bus.kafka.connection import BUSY, BrokerAvailability, ProcessorWait, advised, topics_named
+from streamrl.bus.kafka.connection import BUSY, BrokerAvailability, ProcessorWait, topics_named, with_advice
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.schemas.errors import (
     BrokerError,
@@ -227,8 +227,8 @@ def test_a_process_without_processor_time_does_not_blame_the_broker() -> None:
     ],
 )
 def test_only_a_silent_broker_gets_the_advice(error: StreamRLError, text: str) -> None:
-    assert advised(error, "start it") == text
-    assert advised(error, "") == str(error)
+    assert with_advice(error, "start it") == text
+    assert with_advice(error, "") == str(error)
 
 
 async def _open(what: str, settings: KafkaSettings) -> None:

@@ -16,7 +16,7 @@ from streamrl.bus.port import message_of
 from streamrl.schemas.messages import Message
 from streamrl.schemas.topics import WORK_ORDERS
 from streamrl.schemas.trajectories import ReleaseOrder, WorkOrder
-from streamrl.schemas.weights import INCOMING
+from streamrl.schemas.weights import INCOMING_PREFIX
 from tests.chaos.crashing.elsewhere import CHUNKS, CONTINUED, COPIED, LET_GO, TAKEN_BACK
 from tests.chaos.crashing.lives import missing, with_points
 from tests.chaos.crashing.points import CrashPoint
@@ -136,8 +136,8 @@ async def kill_copies_mid_transfer(run: ChaosRun, _event: Event) -> float:
 
 
 async def _version_on_its_way(run: ChaosRun, store: Path) -> None:
-    known = set(store.rglob(f"{INCOMING}*"))
-    await run.until(lambda: bool(set(store.rglob(f"{INCOMING}*")) - known), "version on its way", SEEN_S)
+    known = set(store.rglob(f"{INCOMING_PREFIX}*"))
+    await run.until(lambda: bool(set(store.rglob(f"{INCOMING_PREFIX}*")) - known), "version on its way", SEEN_S)
 
 
 def _points(name: str, points: Sequence[CrashPoint], target: str, settings: object, cases: tuple[str, ...]) -> Fault:

@@ -43,7 +43,7 @@ class Broker:
         """A clean stop, as before a planned restart."""
         process = self.cluster.processes[node]
         process.send(signal.SIGTERM)
-        if not await asyncio.to_thread(process.wait_gone, STOP_S):
+        if not await asyncio.to_thread(process.wait_ended, STOP_S):
             await self.kill(node)
 
     async def start(self, node: int) -> None:

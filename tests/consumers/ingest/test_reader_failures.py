@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.bus.memory import MemoryBus, MemoryPublisher, MemorySubscription
 from streamrl.bus.port import Outgoing, Position, Record, TopicPartition
-from streamrl.consumers.ingest.metrics import LOOK_S, SILENCE_S
+from streamrl.consumers.ingest.metrics import ENDS_RETRY_S, LOOK_S
 from streamrl.schemas.errors import BusError, BusUnavailable, LifecycleError, StreamRLError
 from streamrl.schemas.reports import SkipReason
 from streamrl.schemas.topics import SKIPS
@@ -145,7 +145,7 @@ async def test_a_silent_broker_costs_only_the_lag_display() -> None:
         await harness.publish_group(2)
         await next_group(reader)
         assert bus.asked["end_offsets"] == asked  # reading does not wait for it again at once
-        harness.now += SILENCE_S
+        harness.now += ENDS_RETRY_S
         await harness.until(lambda: bus.asked["end_offsets"] > asked)
         await reader.commit()
     assert bus.committed == {("r.grpo", TopicPartition(harness.topic, 0)): 4}

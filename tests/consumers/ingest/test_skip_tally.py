@@ -42,7 +42,7 @@ def test_a_range_counts_for_all_of_its_records() -> None:
 
 def test_the_next_lineage_numbers_anew_and_goes_on_hashing() -> None:
     parent = tallied(row(1))
-    child = parent.succeeded_by(2)
+    child = parent.for_next_lineage(2)
     child.add(row(1, lineage=2))
     assert (child.count, child.reasons["stale"], parent.reasons["stale"]) == (1, 2, 1)
     assert child.hash not in (parent.hash, SkipTally(2).hash)

@@ -37,7 +37,7 @@ def standby(harness: TrainerHarness, **changes: Any) -> StandbyTrainer:
     context, store = harness.context(**changes), harness.store()
     prefetch = Prefetch(store, context.parts.open_policy, lambda: next_start(store.storage))
     ready = replace(context, parts=replace(context.parts, checkpoints=prefetch, open_policy=prefetch.open_policy))
-    return StandbyTrainer(ready, prefetch, TAKEOVER_S, beat_s=BEAT_S, first_word_s=FIRST_WORD_S)
+    return StandbyTrainer(ready, prefetch, TAKEOVER_S, beat_s=BEAT_S, first_beat_timeout_s=FIRST_WORD_S)
 
 
 @asynccontextmanager
@@ -99,7 +99,7 @@ async def test_a_leader_that_was_only_slow_ends_superseded(harness: TrainerHarne
     async with running(leader(harness, beat_s=1000.0)) as slow:
         await harness.until_version(1, 2)
         waiting = standby(harness)
-        waiting.first_word_s = TAKEOVER_S
+        waiting.first_beat_timeout_s = TAKEOVER_S
         async with running(waiting):
             await harness.until_version(2, 2)
             await publish(harness, range(4, 8))
@@ -161,7 +161,7 @@ async def test_a_broker_outage_does_not_count_as_silence(harness: TrainerHarness
     silent.logs = harness.bus.logs
     silent.is_away = True
     waiting = standby(harness, bus=silent)
-    waiting.first_word_s = TAKEOVER_S
+    waiting.first_beat_timeout_s = TAKEOVER_S
     async with running(waiting):
         await asyncio.sleep(3 * TAKEOVER_S)
         assert harness.store().storage.claims() == []

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from streamrl.bus.port import Outgoing, TopicPartition
-from streamrl.consumers.training.announcer import Announcements, Check, nobody_else
+from streamrl.consumers.training.announcer import Announcements, Check, no_check
 from streamrl.schemas.errors import BusError
 from tests.progress import within
 
@@ -18,7 +18,7 @@ class SlowAnnouncer:
         self.keys: list[str | None] = []
         self.closed = False
 
-    def guard_with(self, check: Check, elsewhere: Check = nobody_else) -> None:
+    def guard_with(self, check: Check, elsewhere: Check = no_check) -> None:
         raise AssertionError("nobody claims a lineage here")
 
     async def announce(self, records: Sequence[Outgoing], offsets: Mapping[TopicPartition, int]) -> None:

@@ -17,13 +17,18 @@ from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.memory import MemoryBus, MemorySubscription
 from streamrl.bus.port import Record, TopicPartition
 from streamrl.consumers.training import trainer as trainer_module
-from streamrl.consumers.training.checkpoints.catalogue import HeldCheckpoints, Lineage, claim_lineage, held_in
+from streamrl.consumers.training.checkpoints.catalogue import (
+    CheckpointsState,
+    Lineage,
+    claim_lineage,
+    read_checkpoints_state,
+)
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest, decode_manifest, encode_manifest
 from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, open_storage
 from streamrl.consumers.training.identity import (
-    HeldTopics,
     IdentityKeeper,
     Start,
+    TopicsState,
     decide,
     read_topics,
     refuse_other_run,
@@ -65,7 +70,7 @@ def files(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
 
 
-async def nowhere(claimed: int = 0) -> HeldCheckpoints:
+async def nowhere(claimed: int = 0) -> CheckpointsState:
     return NOWHERE
 
 
@@ -208,8 +213,8 @@ class Place:
         return cls(keeper, open_storage(harness.root.parent / name, harness.root))
 
     async def hold(self) -> RunIdentity:
-        async def look(claimed: int) -> HeldCheckpoints:
-            return held_in(self.storage, claimed)
+        async def look(claimed: int) -> CheckpointsState:
+            return read_checkpoints_state(self.storage, claimed)
 
         return await self.keeper.hold(look)
 
@@ -255,11 +260,11 @@ async def test_an_adoption_that_has_looked_before_a_lineage_was_claimed_looks_ag
     await older.hold()
     lineage, looked = older.claimed(), asyncio.Event()
 
-    async def look(claimed: int) -> HeldCheckpoints:
+    async def look(claimed: int) -> CheckpointsState:
         if not looked.is_set():
             looked.set()
             await older.put(lineage)
-        return held_in(newer.storage, claimed)
+        return read_checkpoints_state(newer.storage, claimed)
 
     assert (await newer.keeper.hold(look)).lineages_before == lineage.number
 
@@ -426,7 +431,7 @@ async def test_a_run_of_before_identities_goes_on_and_gets_one(harness: TrainerH
     harness.bus.log(CONTROL.full_name(RUN)).partitions[0].clear()
     await train(harness, 2, 3)
     identity, claimed = [m for m in harness.messages(CONTROL.name) if isinstance(m, RunIdentity)]
-    assert (claimed.lineage, claimed.is_held_like(identity)) == (2, True)
+    assert (claimed.lineage, claimed.has_same_owner_as(identity)) == (2, True)
     assert IdentityFile(harness.root).load() == identity
     (first,) = [report for report in harness.reports() if report.version == PolicyVersion(2, 2)]
     assert first.run_id == identity.run_id == harness.store().manifests()[0].run_id
@@ -435,11 +440,11 @@ async def test_a_run_of_before_identities_goes_on_and_gets_one(harness: TrainerH
 MINE = RunIdentity(run_id="mine", holder="h:/mine", since=0.0)
 THEIRS = RunIdentity(run_id="theirs", holder="h:/theirs", since=0.0)
 FRESH = RunIdentity(run_id="fresh", holder="h:/here", since=1.0)
-NOWHERE = HeldCheckpoints("runs/r/checkpoints")
-START = Start(RUN, None, NOWHERE, HeldTopics(), FRESH)
+NOWHERE = CheckpointsState("runs/r/checkpoints")
+START = Start(RUN, None, NOWHERE, TopicsState(), FRESH)
 
 
-def checkpoint(run_id: str | None, lineage: int = 1, run: str = RUN) -> HeldCheckpoints:
+def checkpoint(run_id: str | None, lineage: int = 1, run: str = RUN) -> CheckpointsState:
     manifest = CheckpointManifest(
         run=run,
         run_id=run_id,
@@ -451,7 +456,7 @@ def checkpoint(run_id: str | None, lineage: int = 1, run: str = RUN) -> HeldChec
         config_hash="",
         created_at=0.0,
     )
-    return HeldCheckpoints("runs/r/checkpoints", lineage, manifest)
+    return CheckpointsState("runs/r/checkpoints", lineage, manifest)
 
 
 @pytest.mark.parametrize(
@@ -461,16 +466,16 @@ def checkpoint(run_id: str | None, lineage: int = 1, run: str = RUN) -> HeldChec
         # Its topics were deleted, or a start died between the directory and the topic.
         (replace(START, here=MINE), "mine", 0),
         (replace(START, held=checkpoint("mine")), "mine", 0),
-        (replace(START, here=MINE, held=checkpoint(None), topics=HeldTopics(MINE, 1)), "mine", 0),
+        (replace(START, here=MINE, held=checkpoint(None), topics=TopicsState(MINE, 1)), "mine", 0),
         # Checkpoints in an object store, and a directory that is new with each container.
-        (replace(START, held=checkpoint("mine"), topics=HeldTopics(MINE, 1)), "mine", 1),
+        (replace(START, held=checkpoint("mine"), topics=TopicsState(MINE, 1)), "mine", 1),
         # A start that took it over died between the directory and the topic.
-        (replace(START, here=MINE.replace(adoptions=1, lineages_before=2), topics=HeldTopics(MINE, 2)), "mine", 1),
+        (replace(START, here=MINE.replace(adoptions=1, lineages_before=2), topics=TopicsState(MINE, 2)), "mine", 1),
         # Told to adopt, with nothing to adopt.
-        (replace(START, here=MINE, held=checkpoint("mine"), topics=HeldTopics(MINE, 1), adopt=True), "mine", 0),
-        (replace(START, topics=HeldTopics(THEIRS, 3), adopt=True), "theirs", 1),
-        (replace(START, here=MINE, topics=HeldTopics(THEIRS, 3), adopt=True), "theirs", 1),
-        (replace(START, topics=HeldTopics(None, 3), adopt=True), "fresh", 1),
+        (replace(START, here=MINE, held=checkpoint("mine"), topics=TopicsState(MINE, 1), adopt=True), "mine", 0),
+        (replace(START, topics=TopicsState(THEIRS, 3), adopt=True), "theirs", 1),
+        (replace(START, here=MINE, topics=TopicsState(THEIRS, 3), adopt=True), "theirs", 1),
+        (replace(START, topics=TopicsState(None, 3), adopt=True), "fresh", 1),
     ],
 )
 def test_where_all_agree_or_it_is_told_to_the_run_goes_on(start: Start, run_id: str, adoptions: int) -> None:
@@ -483,13 +488,13 @@ def test_where_all_agree_or_it_is_told_to_the_run_goes_on(start: Start, run_id: 
 @pytest.mark.parametrize(
     ("start", "said"),
     [
-        (replace(START, topics=HeldTopics(THEIRS, 0)), "held by h:/theirs"),
-        (replace(START, topics=HeldTopics(THEIRS.replace(holder="h:/here"), 2)), "the directory was lost or emptied"),
-        (replace(START, topics=HeldTopics(None, 2)), "found none, while its topics hold a run up to lineage 2"),
-        (replace(START, here=MINE, topics=HeldTopics(THEIRS, 2)), "which has run mine, found run theirs"),
-        (replace(START, here=MINE, topics=HeldTopics(MINE.replace(adoptions=1, holder="x:/y"))), "taken over by x:/y"),
-        (replace(START, here=MINE, held=checkpoint("mine"), topics=HeldTopics(MINE, 2)), "found lineage 1 at most"),
-        (replace(START, held=checkpoint(None), topics=HeldTopics(THEIRS, 1)), "continues here from step 4"),
+        (replace(START, topics=TopicsState(THEIRS, 0)), "held by h:/theirs"),
+        (replace(START, topics=TopicsState(THEIRS.replace(holder="h:/here"), 2)), "the directory was lost or emptied"),
+        (replace(START, topics=TopicsState(None, 2)), "found none, while its topics hold a run up to lineage 2"),
+        (replace(START, here=MINE, topics=TopicsState(THEIRS, 2)), "which has run mine, found run theirs"),
+        (replace(START, here=MINE, topics=TopicsState(MINE.replace(adoptions=1, holder="x:/y"))), "taken over by x:/y"),
+        (replace(START, here=MINE, held=checkpoint("mine"), topics=TopicsState(MINE, 2)), "found lineage 1 at most"),
+        (replace(START, held=checkpoint(None), topics=TopicsState(THEIRS, 1)), "continues here from step 4"),
     ],
 )
 def test_where_they_differ_one_line_says_what_was_found_and_the_ways_on(start: Start, said: str) -> None:
@@ -502,7 +507,7 @@ def test_where_they_differ_one_line_says_what_was_found_and_the_ways_on(start: S
 @pytest.mark.parametrize(
     "start",
     [
-        replace(START, held=checkpoint("mine"), topics=HeldTopics(THEIRS, 1), adopt=True),
+        replace(START, held=checkpoint("mine"), topics=TopicsState(THEIRS, 1), adopt=True),
         replace(START, here=MINE, held=checkpoint("theirs"), adopt=True),
         replace(START, held=checkpoint("mine", run="other"), adopt=True),
     ],
@@ -513,7 +518,7 @@ def test_the_weights_of_one_run_never_go_on_under_the_name_of_another(start: Sta
 
 
 def test_the_command_that_deletes_names_the_broker_that_was_named() -> None:
-    start = replace(START, topics=HeldTopics(THEIRS, 1), servers="kafka:9092")
+    start = replace(START, topics=TopicsState(THEIRS, 1), servers="kafka:9092")
     with pytest.raises(IdentityError, match="delete --run r --bootstrap-servers kafka:9092`"):
         decide(start)
 
@@ -531,7 +536,7 @@ async def test_a_run_says_the_newest_wire_version_that_held_it_and_who_is_too_fa
 
     def held_by(wire: int) -> RunIdentity:
         said = there.replace(wire=wire)
-        return decide(Start(RUN, said, NOWHERE, HeldTopics(said), said))
+        return decide(Start(RUN, said, NOWHERE, TopicsState(said), said))
 
     # One of the version before said no number; one of the version after may be followed by this one again.
     assert [held_by(wire).wire for wire in (1, WIRE_VERSION, WIRE_VERSION + 1)] == [

@@ -21,7 +21,7 @@ def test_processes_of_features_are_started_as_they_say() -> None:
     added = [
         ChildProcess("helper-1", "helper", ("--id", "helper-1")),
         ChildProcess("judge", "judge", optional=True, awaited=True, is_single=True),
-        ChildProcess("near", "near", beside_trainer=True),
+        ChildProcess("near", "near", on_trainer_devices=True),
     ]
     placement = Placement(trainer=ProcessPlace(devices=(0,), visible="0", threads=2))
     making = ChildSpecs(directory, [], placement=placement)

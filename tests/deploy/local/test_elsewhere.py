@@ -2,7 +2,7 @@
 
 import asyncio
 
-from streamrl.deploy.local.fleet import WORKERS_LEAVE_S, TrainerElsewhere
+from streamrl.deploy.local.fleet import WORKERS_LEAVE_S, RemoteTrainerWatch
 from streamrl.deploy.local.supervisor import Supervisor
 from streamrl.observability.run_state.parts import RunPart
 from streamrl.observability.run_state.state import RunProgress, RunState
@@ -15,7 +15,7 @@ LAST = 240
 async def is_over(state: RunState, *moments: float) -> bool:
     """Whether the run is over after looks at these moments."""
     supervisor, stop, now = Supervisor([], max_restarts=0, grace_s=1), asyncio.Event(), [0.0]
-    elsewhere = TrainerElsewhere(state, LAST, supervisor, clock=lambda: now[0], look_every_s=0.001)
+    elsewhere = RemoteTrainerWatch(state, LAST, supervisor, clock=lambda: now[0], look_every_s=0.001)
     looking = asyncio.create_task(elsewhere.run(stop))
     for now[0] in moments:
         await asyncio.sleep(0.02)

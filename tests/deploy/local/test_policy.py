@@ -57,7 +57,7 @@ def test_a_superseded_process_stays_away() -> None:
 
 
 def test_the_first_fence_of_a_process_that_is_there_once_is_doubted_the_second_is_not() -> None:
-    policy = RestartPolicy(max_restarts=0, rng=lambda: 0.5, opens_once_more=True)
+    policy = RestartPolicy(max_restarts=0, rng=lambda: 0.5, doubts_first_fence=True)
     assert policy.decide(3, 100.0) is RestartDecision.RESTART
     assert policy.delay_s() >= 6.0
     assert policy.decide(3, 10.0) is RestartDecision.GIVE_UP

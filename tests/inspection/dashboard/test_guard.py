@@ -1,7 +1,7 @@
 import pytest
 
 from streamrl.inspection.dashboard.server import HEADERS, may_read, may_write
-from streamrl.schemas.hosts import is_our_host
+from streamrl.schemas.hosts import is_own_host
 
 OURS = {"Host": "127.0.0.1:8470", "Origin": "http://127.0.0.1:8470", "Content-Type": "application/json"}
 
@@ -10,14 +10,14 @@ OURS = {"Host": "127.0.0.1:8470", "Origin": "http://127.0.0.1:8470", "Content-Ty
     "host", ["127.0.0.1:8470", "localhost", "LOCALHOST:1", "[::1]:8470", "10.0.0.7:80", "box:8470"]
 )
 def test_our_own_names_are_served(host: str) -> None:
-    assert is_our_host(host, "box")
+    assert is_own_host(host, "box")
 
 
 @pytest.mark.parametrize(
     "host", ["", "evil.example", "evil.example:8470", "localhost.evil.example", "127.0.0.1.evil.example"]
 )
 def test_a_foreign_page_cannot_read_or_write(host: str) -> None:
-    assert not is_our_host(host, "127.0.0.1")
+    assert not is_own_host(host, "127.0.0.1")
     assert not may_write({**OURS, "Origin": f"http://{host}"})
 
 

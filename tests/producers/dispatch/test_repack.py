@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.producers.dispatch.dispatcher import build_reorder
-from streamrl.producers.dispatch.repack import Move, Repacker, TailGroup, TailWorker, pays, repack, tail_limit
+from streamrl.producers.dispatch.repack import (
+    Move,
+    Repacker,
+    TailGroup,
+    TailWorker,
+    is_worth_moving,
+    repack,
+    tail_limit,
+)
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import DispatchState
 from streamrl.producers.lengths.predictor import ConstantLength
@@ -119,7 +127,7 @@ def test_targets_stay_within_their_limits_when_a_move_is_made(
     flights = list(state.flights.carried("w0").values())
     repacker._pending = {one.order.group_id: (Move(one.order.group_id, "w0", "w1"), 0.0) for one in flights}
     for flight in flights:
-        flight.is_let_go = True
+        flight.is_released = True
         state.flights.release(flight)
         if (target := repacker.target(flight, 0.0)) is None:
             continue
@@ -174,7 +182,7 @@ def test_a_move_that_does_not_pay_is_not_made() -> None:
     enough = int(PAYBACK * 0.1 / gain_s) + 1
     for left, expected in ((enough, True), (enough - 2, False)):
         short, long = tail("a", left), tail("b", 9000, 90_000)  # whose cache is too much to be prefilled anew
-        assert pays(short, long.with_all_of(short), PAYBACK) is expected
+        assert is_worth_moving(short, long.with_all_of(short), PAYBACK) is expected
         assert bool(repack([short, long], PAYBACK, inf)) is expected
 
 

@@ -7,12 +7,12 @@ from streamrl.producers.dispatch.plans import Item, Plan, WorkerCapacity, Worker
 from streamrl.producers.dispatch.progress import Remaining
 from streamrl.producers.dispatch.scheduler import WorkerQueues
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.profiles import TYPICAL_CURVE
+from streamrl.schemas.profiles import DEFAULT_CURVE
 
 
 def _queues(*lengths: Sequence[int], slots: int = 2, concurrency: int = 2, is_static: bool = False) -> WorkerQueues:
     """Queues of a, b, …; items named by place, with these lengths."""
-    queues = WorkerQueues(lambda worker_id: TYPICAL_CURVE, 1.0, lambda worker_id: Remaining(), is_static=is_static)
+    queues = WorkerQueues(lambda worker_id: DEFAULT_CURVE, 1.0, lambda worker_id: Remaining(), is_static=is_static)
     keys = iter(range(100))
     plan = [
         WorkerShare(WorkerCapacity("abc"[n], slots), concurrency, tuple(Item(next(keys), length) for length in each))

@@ -16,7 +16,7 @@ from streamrl.schemas.errors import UserError
 from streamrl.schemas.identifiers import PolicyVersion, scope_of
 from streamrl.schemas.reports import SkipReason
 from streamrl.schemas.settings import LoopSettings
-from streamrl.schemas.topics import OF_AN_INSTANCE, SKIPS, STEPS, TRAJECTORIES
+from streamrl.schemas.topics import INSTANCE_TOPICS, SKIPS, STEPS, TRAJECTORIES
 from tests.fakes.messages import skip_record, step_report
 from tests.fakes.topics import send, send_control
 from tests.fakes.waiting import until
@@ -96,7 +96,7 @@ async def say(it: GatewayHarness, message: Control) -> None:
 
 async def attach(it: GatewayHarness, policy: str = "second", mode: Literal["run", "detached"] = "run") -> None:
     """As `streamrl attach` does: the instance's topics are there before anybody hears of it."""
-    for topic in OF_AN_INSTANCE:
+    for topic in INSTANCE_TOPICS:
         it.bus.create_topic(topic.full_name(scope_of(RUN, policy)), 1)
     await say(it, InstanceState(sequence=7, sent_at=0.0, policy=policy, algorithm="rloo", mode=mode))
 

@@ -28,7 +28,7 @@ from streamrl.schemas.topics import (
     HEARTBEATS,
     Topic,
 )
-from streamrl.schemas.trajectories import Prompt, VersionSpan, origin_of
+from streamrl.schemas.trajectories import Prompt, VersionSpan, fields_from_order
 from tests.fakes.messages import heartbeat
 from tests.fakes.topics import create_topics, messages_of, send
 from tests.fakes.waiting import until
@@ -130,7 +130,10 @@ class EvaluatorHarness:
     ) -> None:
         for index in order.sample_indices:
             span = VersionSpan(version=newest or order.version, start=0, end=5)
-            made = origin_of(order.work_order(), index) | {"rewards": {"right": reward}, "version_spans": (span,)}
+            made = fields_from_order(order.work_order(), index) | {
+                "rewards": {"right": reward},
+                "version_spans": (span,),
+            }
             await self.send(EVALUATION_SAMPLES, trajectory(**made), order.group_id)
 
     @property

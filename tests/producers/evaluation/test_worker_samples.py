@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from streamrl.producers.evaluation.worker_samples import TOLD_S, EvaluationSlots
+from streamrl.producers.evaluation.worker_samples import DECLINED_S, EvaluationSlots
 from streamrl.producers.generation.engines.port import GenerationRequest, TokenDelta
 from streamrl.schemas.control import ArmShare, ArmWeights, PolicySplit
 from streamrl.schemas.evaluation import EvaluationOrder
@@ -156,6 +156,6 @@ async def test_declined_orders_are_reported_while_a_worker_turns_to_an_arm(make_
     await until(lambda: it.heartbeats[-1].declined)
     beat = it.heartbeats[-1]
     assert (beat.policy, beat.declined) == ("", {order.group_id: 3})
-    now += TOLD_S
+    now += DECLINED_S
     await until(lambda: not it.heartbeats[-1].declined)
     engine.release.set()

@@ -16,7 +16,7 @@ V0, V1 = PolicyVersion(1, 0), PolicyVersion(1, 1)
 
 def view(name: str, left: float = 0.0, *, running: int = 0, slots: int = 4, seen: tuple[int, ...] = ()) -> WorkerView:
     cached = CachedPrefixes()
-    cached.saw(seen, V0)
+    cached.add_blocks(seen, V0)
     return WorkerView(name, slots, running, left, V0, cached)
 
 
@@ -50,12 +50,12 @@ def test_prefixes_are_known_by_whole_blocks_of_the_same_weights() -> None:
     assert len(blocks) == 3
     assert prefix_blocks([7, *prompt[1:]])[2] != blocks[2], "a block's hash is over all before it"
     cached = CachedPrefixes()
-    cached.saw(blocks[:2], V0)
+    cached.add_blocks(blocks[:2], V0)
     assert cached.length(blocks, V0) == 2 * BLOCK_TOKENS
     assert cached.length(blocks, V1) == 0
-    cached.saw(blocks[2:], V1)
+    cached.add_blocks(blocks[2:], V1)
     assert cached.length(blocks, V1) == 0, "what other weights computed is gone"
-    cached.saw(range(KNOWN_BLOCKS + 10), V1)
+    cached.add_blocks(range(KNOWN_BLOCKS + 10), V1)
     assert cached.length((0,), V1) == 0
     assert cached.length((KNOWN_BLOCKS + 9,), V1) == BLOCK_TOKENS
 

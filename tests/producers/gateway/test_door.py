@@ -243,14 +243,14 @@ def test_a_key_is_shown_once(tmp_path: Path) -> None:
     assert secret not in file.path.read_text()
     assert file.path.stat().st_mode & 0o777 == 0o600
     ring = KeyRing(file)
-    assert ring.recognise(f"Bearer {secret}").key.name == "alice"
-    assert ring.recognise(f"bearer {secret}") is ring.recognise(f"Bearer {secret}"), "limits are counted once"
+    assert ring.key_use_of(f"Bearer {secret}").key.name == "alice"
+    assert ring.key_use_of(f"bearer {secret}") is ring.key_use_of(f"Bearer {secret}"), "limits are counted once"
     for name in ("alice", "ANYONE", "anyone", "a/b", ""):
         with pytest.raises(UserError):
             file.make_key(name)
     file.remove("alice")
     with pytest.raises(ApiError, match="an unknown one"):
-        ring.recognise(f"Bearer {secret}")
+        ring.key_use_of(f"Bearer {secret}")
     with pytest.raises(UserError, match="keys list"):
         file.remove("alice")
     file.path.write_text("{}")

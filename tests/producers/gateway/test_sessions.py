@@ -12,7 +12,7 @@ from streamrl.producers.gateway.ended_sessions import EndedSessions
 from streamrl.producers.gateway.feedback import FeedbackStore
 from streamrl.producers.gateway.refusals import ApiError
 from streamrl.producers.gateway.requests import SessionGroup
-from streamrl.producers.gateway.sessions import SessionBook, inserted_behind
+from streamrl.producers.gateway.sessions import SessionBook, tokens_added_after
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.trajectories import Trajectory
 from tests.fakes.clock import FakeClock
@@ -214,7 +214,7 @@ def test_a_prompt_is_compared_with_what_was_sampled(known: Any, prompt: str, ins
     tokenizer = PairTokenizer()
     tokens = [one if isinstance(one, int) else ord(one) for one in known]
     ends = [place for place, token in enumerate(tokens) if token == EOS]
-    found = inserted_behind(tokenizer, tokens, tokenizer.encode_text(prompt), ends)
+    found = tokens_added_after(tokenizer, tokens, tokenizer.encode_text(prompt), ends)
     assert found == (None if inserted is None else tokenizer.encode_text(inserted))
 
 

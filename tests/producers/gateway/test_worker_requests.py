@@ -13,7 +13,14 @@ import pytest
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Record
 from streamrl.producers.gateway import worker_requests
-from streamrl.producers.gateway.worker_requests import RequestServer, RequestSlots, pack, prove, shared_secret, unpack
+from streamrl.producers.gateway.worker_requests import (
+    RequestServer,
+    RequestSlots,
+    pack,
+    shared_secret,
+    unpack,
+    verify_peer,
+)
 from streamrl.producers.generation.rollout import TokenStream, WorkerLoad
 from streamrl.producers.generation.status import WorkerStatus
 from streamrl.schemas.errors import UserError
@@ -55,7 +62,7 @@ async def it() -> AsyncIterator[RequestServerHarness]:
     server = RequestServer(engine, WorkerLoad(), "w0", RequestSlots("127.0.0.1", 2, "s"), status)
     address = await server.open()
     async with aiohttp.ClientSession() as client, client.ws_connect(address) as socket:
-        assert await prove(socket, "s", is_worker=False)
+        assert await verify_peer(socket, "s", is_worker=False)
         yield RequestServerHarness(server, engine, address, client, socket)
         engine.release.set()
     await server.close()
@@ -117,7 +124,7 @@ def chunk_of(record: Record) -> TokenChunk:
 @pytest.mark.parametrize("secret", ["", "S", "s "])
 async def test_only_gateways_with_the_secret_are_answered(it: RequestServerHarness, secret: str) -> None:
     async with it.client.ws_connect(it.address) as stranger:
-        assert not await prove(stranger, secret, is_worker=False)
+        assert not await verify_peer(stranger, secret, is_worker=False)
         await stranger.send_bytes(pack("start", 1, {}))
         message = await stranger.receive(timeout=5)
         assert message.type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.CLOSING)
@@ -168,7 +175,7 @@ async def test_a_disconnected_gateway_frees_its_slots(it: RequestServerHarness) 
 async def test_a_frame_that_is_none_ends_the_connection(it: RequestServerHarness) -> None:
     for data in (b"\xc1", b"\x90", pack("grow", 1), pack(1)):
         async with it.client.ws_connect(it.address) as socket:
-            assert await prove(socket, "s", is_worker=False)
+            assert await verify_peer(socket, "s", is_worker=False)
             await socket.send_bytes(data)
             while (await socket.receive(timeout=5)).type is aiohttp.WSMsgType.BINARY:
                 pass

@@ -115,7 +115,7 @@ async def test_weights_of_another_policy_wait_until_it_is_idle_and_the_host_says
     it = make_worker(side_work=[noted])
     await it.ready()
     status = noted.hosts[0].status
-    assert (status.is_of_an_arm, status.has_weights) == (False, True)
+    assert (status.has_arm_weights, status.has_weights) == (False, True)
     noted.idle.clear()
     weights = it.relay.add(version := PolicyVersion(1, 7))
     await it.control(ArmWeights(**weights.model_dump(exclude={"kind", "promotion"}), policy="rloo"))
@@ -123,10 +123,10 @@ async def test_weights_of_another_policy_wait_until_it_is_idle_and_the_host_says
     await it.control(PolicySplit(sequence=9, sent_at=0.0, arms=arms, workers={WORKER: "rloo"}))
     await until(lambda: it.heartbeats[-1].awaits == version)
     await asyncio.sleep(0.2)
-    assert (it.engine.version, status.policy, status.is_of_an_arm) == (V0, "", True)
+    assert (it.engine.version, status.policy, status.has_arm_weights) == (V0, "", True)
     noted.idle.set()
     await until(lambda: it.heartbeats[-1].policy == "rloo")
-    assert (it.engine.version, status.awaits, status.is_of_an_arm) == (version, None, True)
+    assert (it.engine.version, status.awaits, status.has_arm_weights) == (version, None, True)
 
 
 async def test_what_it_has_to_say_is_in_the_next_heartbeat_which_comes_at_once(make_worker: MakeWorker) -> None:
@@ -134,7 +134,7 @@ async def test_what_it_has_to_say_is_in_the_next_heartbeat_which_comes_at_once(m
     it = make_worker(side_work=[noted], settings={"heartbeat_interval_s": 30}, monotonic=lambda: now[0])
     await it.ready()
     status = noted.hosts[0].status
-    status.take_requests_at("http://here")
+    status.set_request_address("http://here")
     await until(lambda: it.heartbeats[-1].request_address == "http://here")
     status.decline("g", 2, until=110.0)
     await until(lambda: it.heartbeats[-1].declined == {"g": 2})

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from streamrl.producers.rewards.runner import RewardCall, offenders
+from streamrl.producers.rewards.runner import RewardCall, failed_and_suspect_calls
 
 
 @pytest.fixture
@@ -12,16 +12,16 @@ async def calls() -> list[RewardCall]:
 
 
 async def test_of_a_synchronous_function_the_first_unanswered_call_is_to_blame(calls: list[RewardCall]) -> None:
-    assert offenders(calls, is_async=False) == (calls[:1], [])
+    assert failed_and_suspect_calls(calls, is_async=False) == (calls[:1], [])
 
 
 async def test_of_several_async_calls_all_are_only_suspects(calls: list[RewardCall]) -> None:
-    assert offenders(calls, is_async=True) == ([], calls)
+    assert failed_and_suspect_calls(calls, is_async=True) == ([], calls)
 
 
 async def test_an_async_call_alone_is_to_blame(calls: list[RewardCall]) -> None:
-    assert offenders(calls[1:2], is_async=True) == (calls[1:2], [])
+    assert failed_and_suspect_calls(calls[1:2], is_async=True) == (calls[1:2], [])
 
 
 async def test_nobody_is_to_blame_when_nothing_ran() -> None:
-    assert offenders([], is_async=False) == ([], [])
+    assert failed_and_suspect_calls([], is_async=False) == ([], [])

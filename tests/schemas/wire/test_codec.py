@@ -15,12 +15,12 @@ from streamrl.schemas.codec import (
     MAX_TEXT_BYTES,
     MESSAGES,
     Headers,
-    beginning_of_text,
     decode,
     encode,
     encode_token_chunk,
-    header_of,
     headers_of,
+    split_frame,
+    text_prefix,
 )
 from streamrl.schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema, WireError
 from streamrl.schemas.identifiers import PolicyVersion
@@ -259,10 +259,10 @@ def test_200_000_tokens_and_their_text_survive_the_round_trip(text: str) -> None
     )
     frame = encode(message)
     assert decode(frame, headers_of(message)) == message
-    fields, body = header_of(frame, headers_of(message))
+    fields, body = split_frame(frame, headers_of(message))
     assert len(frame) - len(body) < 2_000  # the header stays small, however long the text
-    assert beginning_of_text(Trajectory, "completion_text", fields, body, 50) == text[:50]
-    assert beginning_of_text(Trajectory, "prompt_text", fields, body, 50) == text[:50]
+    assert text_prefix(Trajectory, "completion_text", fields, body, 50) == text[:50]
+    assert text_prefix(Trajectory, "prompt_text", fields, body, 50) == text[:50]
 
 
 @pytest.mark.parametrize("field", TEXTS)
@@ -274,10 +274,10 @@ def test_a_wrong_length_of_a_text_is_refused(field: str, length: object) -> None
 
 @pytest.mark.parametrize("length", [-1, 2**31, 2**62, None, True, 5.0])
 def test_the_beginning_of_a_text_of_wrong_length_is_refused(length: object) -> None:
-    fields, body = header_of(altered(completion_text=length), headers())
+    fields, body = split_frame(altered(completion_text=length), headers())
     for name in TEXTS:
         with pytest.raises(MalformedFrame):
-            beginning_of_text(Trajectory, name, fields, body, 10)
+            text_prefix(Trajectory, name, fields, body, 10)
 
 
 @pytest.mark.parametrize("field", TEXTS)

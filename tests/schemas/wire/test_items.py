@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.schemas.codec import refuse_many_items
+from streamrl.schemas.codec import refuse_too_many_items
 from streamrl.schemas.errors import FrameTooLarge
 
 VALUES = st.recursive(
@@ -27,17 +27,17 @@ def count(value: object) -> int:
 @given(VALUES)
 def test_as_many_values_as_allowed_pass_and_one_more_is_refused(value: object) -> None:
     data = msgpack.packb(value)
-    refuse_many_items(data, count(value))
+    refuse_too_many_items(data, count(value))
     with pytest.raises(FrameTooLarge):
-        refuse_many_items(data, count(value) - 1)
+        refuse_too_many_items(data, count(value) - 1)
 
 
 def test_what_a_list_announces_counts_before_it_is_there() -> None:
     with pytest.raises(FrameTooLarge):
-        refuse_many_items(b"\xdc\x10\x00" + bytes(5000), 1000)
+        refuse_too_many_items(b"\xdc\x10\x00" + bytes(5000), 1000)
 
 
 @given(st.binary(max_size=200))
 def test_bytes_that_are_no_msgpack_raise_what_the_codec_expects(data: bytes) -> None:
     with contextlib.suppress(ValueError, IndexError, msgpack.UnpackException, FrameTooLarge):
-        refuse_many_items(data, 50)
+        refuse_too_many_items(data, 50)

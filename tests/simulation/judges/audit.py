@@ -65,15 +65,15 @@ def _followed(broker: Broker, manifests: list[CheckpointManifest], topics: list[
     history = RevealedHistory(records, [log.tp for log in logs])
     with TemporaryDirectory() as folder:
         followed = FollowedHistory(RUN, history, Path(folder) / "audit.sqlite", SEGMENT)
-        for portion in range(1, PORTIONS + 1):
-            history.visible = len(records) * portion // PORTIONS
+        for work_of_rows in range(1, PORTIONS + 1):
+            history.visible = len(records) * work_of_rows // PORTIONS
             now = records[history.visible - 1].timestamp if history.visible else 0.0
             # Of those that are left; what else there was then, nobody knows.
-            followed.manifests = [each for each in manifests if each.created_at <= now or portion == PORTIONS]
+            followed.manifests = [each for each in manifests if each.created_at <= now or work_of_rows == PORTIONS]
             if followed.advance() != followed.whole():
                 return [Problem("audit", f"the follower disagrees after {history.visible} of {len(records)} records")]
             followed.delete_what_was_read(1.0)
-            if portion == PORTIONS // 2:
+            if work_of_rows == PORTIONS // 2:
                 followed.restart()
         followed.close()
     return []

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.consumers.training.checkpoints.catalogue import (
-    HeldCheckpoints,
+    CheckpointsState,
     Lineage,
     claim_lineage,
-    held_in,
     pinned_versions,
+    prunable_slots,
+    read_checkpoints_state,
     read_entries,
     read_manifests,
     read_pins,
     read_rollback,
     resumable,
-    superfluous,
 )
 from streamrl.consumers.training.checkpoints.manifest import (
     CLEARED,
@@ -300,9 +300,9 @@ class SimCheckpoints:
     before_write: BeforeWrite
     pause: Pause
 
-    def held(self, claimed: int = 0) -> HeldCheckpoints:
+    def held(self, claimed: int = 0) -> CheckpointsState:
         """What is claimed and kept."""
-        return held_in(self.place, claimed)
+        return read_checkpoints_state(self.place, claimed)
 
     def claim_lineage(self, *, at_least: int = 1, now: float) -> Lineage:
         """Take the run over."""
@@ -353,7 +353,7 @@ class SimCheckpoints:
                 lineage.check()
             raise CheckpointError(f"expected to write {slot.name}, got: {error}") from error
         with suppress(OSError):
-            for old in superfluous(read_entries(self.place), manifest, self.keep, pinned):
+            for old in prunable_slots(read_entries(self.place), manifest, self.keep, pinned):
                 self.before_write("prune")
                 self.place.remove(old)
         return slot.name

@@ -34,7 +34,7 @@ from streamrl.schemas.control import RunIdentity
 from streamrl.schemas.identifiers import SERVED_POLICY, scope_of
 from streamrl.schemas.reports import StepReport
 from streamrl.schemas.settings import LoopSettings
-from streamrl.schemas.topics import CATALOGUE, CONTROL, OF_AN_INSTANCE, STEPS
+from streamrl.schemas.topics import CATALOGUE, CONTROL, INSTANCE_TOPICS, STEPS
 from tests.simulation.bus.broker import committed
 from tests.simulation.bus.sim_bus import SimBus
 from tests.simulation.clocks import HostClock
@@ -82,7 +82,7 @@ class Crew:
         )
         for topic in CATALOGUE:
             self.bus.create_topic(topic.full_name(RUN), topic.partition_count(self.loop.trajectory_partitions))
-        for topic in OF_AN_INSTANCE if setup.attached_from else ():
+        for topic in INSTANCE_TOPICS if setup.attached_from else ():
             self.bus.create_topic(topic.full_name(SCOPE), 1)
         self.directories = [self.empty_directory()]
         self.instance = SimDirectory(MemoryPlace(setup.by_lineage))
@@ -105,7 +105,7 @@ class Crew:
         said = [each for record in committed(control) if isinstance(each := message_of(record), RunIdentity)]
         for directory in self.directories:
             own = directory.identity.load()
-            if said and own is not None and said[-1].is_held_like(own):
+            if said and own is not None and said[-1].has_same_owner_as(own):
                 self.directories.remove(directory)
                 self.directories.append(directory)
                 return

@@ -13,7 +13,7 @@ from streamrl.bus.port import message_of
 from streamrl.consumers.training.failpoints import Failpoint
 from streamrl.planning.virtual_time import START
 from streamrl.schemas.control import ArmWeights, PolicySplit, RunFinished, WeightsReady
-from streamrl.schemas.errors import DataLossRefused, EndUndone, LifecycleError, StreamRLError, Superseded
+from streamrl.schemas.errors import DataLossRefused, FinishedRunContinues, LifecycleError, StreamRLError, Superseded
 from streamrl.schemas.identifiers import PolicyVersion, scope_of
 from streamrl.schemas.reports import StepReport
 from streamrl.schemas.topics import CONTROL, STEPS
@@ -173,7 +173,7 @@ class World:
             self.has_finished = True
         if error is None and life.role == "instance" and (self.is_announced_finished or not life.stop.is_set()):
             self.has_drained = True
-        if _is_of(error, EndUndone):
+        if _is_of(error, FinishedRunContinues):
             self._bring_back()
             if not self.is_set_back:
                 self.problems.append(Problem("end", f"{error!r}, though nothing set the run back"))

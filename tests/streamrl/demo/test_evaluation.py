@@ -1,11 +1,11 @@
 import pytest
 
-from streamrl.demo.evaluation import Solved, metrics_of
+from streamrl.demo.evaluation import Solution, metrics_of
 from streamrl.demo.task import style_of
 
 
-def solved(completion: str, *, correct: bool) -> Solved:
-    return Solved("1+2=", completion, "3", style_of(completion), correct, len(completion) + 1)
+def solved(completion: str, *, correct: bool) -> Solution:
+    return Solution("1+2=", completion, "3", style_of(completion), correct, len(completion) + 1)
 
 
 def test_metrics_tell_styles_apart_and_count_a_question_once_for_pass_at_n() -> None:

@@ -27,7 +27,7 @@ def test_a_sender_is_started_only_when_wanted_on_the_trainers_devices_and_the_ru
 ) -> None:
     wanted = validated(tree | {"sender": {"backend": "gloo", "port": 8211}})
     (process,) = [one for feature in features() for one in feature.processes.started(wanted)]
-    assert process == ChildProcess("sender", "sender", optional=True, beside_trainer=True)
+    assert process == ChildProcess("sender", "sender", optional=True, on_trainer_devices=True)
     assert FEATURE.start.options(wanted) == ["--sender.port=8211"]
     assert FEATURE.loop.sending(wanted) == Sending("gloo", "http://127.0.0.1:8211")
     without = validated(tree)

@@ -229,10 +229,10 @@ class Endless:
     meeting: dict[str, Any] = {"master_port": 1}
 
     def __init__(self, ranks: int) -> None:
-        self.is_let_go = threading.Event()
+        self.is_released = threading.Event()
 
     def send(self, tensors: object) -> None:
-        self.is_let_go.wait(30)
+        self.is_released.wait(30)
 
     def close(self) -> None:
         pass
@@ -244,7 +244,7 @@ async def test_a_collective_without_end_ends_the_sender(store: WeightExporter) -
         async with sending(store, 0.1, lambda ranks: group) as address:
             await Engine(A).turn(add(store, FIRST, address))
             assert not await _listens(int(address.rpartition(":")[2]), wanted=False)
-    group.is_let_go.set()
+    group.is_released.set()
 
 
 async def test_a_taken_port_is_told_in_one_line(store: WeightExporter) -> None:

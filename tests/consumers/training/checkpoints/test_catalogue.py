@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from streamrl.consumers.training.checkpoints.catalogue import (
     CheckpointEntry,
     claim_lineage,
+    prunable_slots,
     read_manifests,
-    superfluous,
 )
 from streamrl.consumers.training.checkpoints.storage import Slot
 from streamrl.schemas.errors import SettingsError
@@ -25,7 +25,7 @@ def entry(lineage: int, step: int, parent: tuple[int, int] | None = None) -> Che
 def gone(entries: list[CheckpointEntry], written: CheckpointEntry, keep: int = 2) -> list[str]:
     assert written.manifest is not None
     listed = sorted([*entries, written], key=lambda item: item.order, reverse=True)
-    return sorted(slot.name for slot in superfluous(listed, written.manifest, keep))
+    return sorted(slot.name for slot in prunable_slots(listed, written.manifest, keep))
 
 
 def test_the_newest_are_kept_by_number() -> None:
@@ -59,7 +59,7 @@ def test_what_is_older_than_all_that_is_known_of_the_chain_stays() -> None:
 def test_who_stood_still_until_a_newer_trainer_had_taken_its_checkpoint_away_removes_nothing() -> None:
     written = entry(1, 3).manifest
     assert written is not None
-    assert superfluous([entry(2, 4, (1, 2)), entry(2, 3, (1, 2))], written, keep=2) == []
+    assert prunable_slots([entry(2, 4, (1, 2)), entry(2, 3, (1, 2))], written, keep=2) == []
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), unique=True), st.integers(2, 4))

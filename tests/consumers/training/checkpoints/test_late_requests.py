@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 from streamrl.consumers.training.checkpoints.catalogue import Lineage, read_entries
 from streamrl.consumers.training.checkpoints.store import CheckpointStore
 from streamrl.schemas.errors import CheckpointError, Superseded
-from streamrl.schemas.weights import TEMPORARY
+from streamrl.schemas.weights import TEMPORARY_PREFIX
 from tests.consumers.training.checkpoints.damaged_storage import Storage, identity, write
 
 REQUESTS = ("put", "get", "delete", "list")
@@ -192,7 +192,7 @@ def test_a_directory_that_gets_its_name_while_it_is_cleared(
 ) -> None:
     lineage = begun(local_storage, earlier)
     root, remove = local_storage.root / "checkpoints", shutil.rmtree
-    staged = root / f"{TEMPORARY}1-step_6"
+    staged = root / f"{TEMPORARY_PREFIX}1-step_6"
 
     def half_way(path: Path, **options: Any) -> None:
         """The late writer's rename comes when the first file is gone."""
@@ -209,7 +209,7 @@ def test_a_directory_that_gets_its_name_while_it_is_cleared(
     assert staged.is_dir()
     monkeypatch.setattr(shutil, "rmtree", half_way)
     assert found_by_the_next_start(local_storage) == ((1, 4) if earlier else None)
-    assert not [name for name in local_storage.names() if TEMPORARY in name]
+    assert not [name for name in local_storage.names() if TEMPORARY_PREFIX in name]
 
 
 def _die(lineage: Lineage) -> None:

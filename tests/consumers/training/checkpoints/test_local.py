@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from streamrl.consumers.training.checkpoints import store as store_module
-from streamrl.consumers.training.checkpoints.catalogue import Lineage, claim_lineage, superfluous
+from streamrl.consumers.training.checkpoints.catalogue import Lineage, claim_lineage, prunable_slots
 from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, Slot
 from streamrl.consumers.training.checkpoints.store import CheckpointStore
 from streamrl.schemas.errors import Superseded
@@ -88,13 +88,13 @@ def test_whoever_forgets_old_checkpoints_late_forgets_nothing_of_a_newer_trainer
     zombie = claimed(local_storage)
 
     def look_and_stand_still(*arguments: Any) -> list[Slot]:
-        found = superfluous(*arguments)
+        found = prunable_slots(*arguments)
         assert [slot.name for slot in found] == ["step_6"]
         monkeypatch.undo()
         write(local_storage.open(), 6, claimed(local_storage), PolicyVersion(1, 4))
         return found
 
-    monkeypatch.setattr(store_module, "superfluous", look_and_stand_still)
+    monkeypatch.setattr(store_module, "prunable_slots", look_and_stand_still)
     with pytest.raises(Superseded):
         write(local_storage.open(), 5, zombie, PolicyVersion(1, 4))
     assert newest(local_storage.open()) == (3, 6)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.consumers.training.ranks.wire import Told, Wire
+from streamrl.consumers.training.ranks.wire import RankMessage, Wire
 
 
 def test_values_and_arrays_arrive_as_they_were() -> None:
@@ -17,15 +17,15 @@ def test_values_and_arrays_arrive_as_they_were() -> None:
         "cut": np.arange(12, dtype=np.float32).reshape(3, 4)[:, 1:3],
         "last": np.zeros(0, dtype=np.int64),
     }
-    ours.send(Told("gradient", {"refs": [["p/0/0/1", 2, 7]], "loss": float("inf")}, arrays))
-    ours.send(Told("sums"))
+    ours.send(RankMessage("gradient", {"refs": [["p/0/0/1", 2, 7]], "loss": float("inf")}, arrays))
+    ours.send(RankMessage("sums"))
     found, second = theirs.receive(), theirs.receive()
     assert found is not None
     assert (found.word, found.values) == ("gradient", {"refs": [["p/0/0/1", 2, 7]], "loss": float("inf")})
     assert found.arrays.keys() == arrays.keys()
     assert all(np.array_equal(found.arrays[name], array) for name, array in arrays.items())
     assert all(found.arrays[name].dtype == array.dtype for name, array in arrays.items())
-    assert second == Told("sums")
+    assert second == RankMessage("sums")
     ours.close()
     assert theirs.receive() is None
     theirs.close()

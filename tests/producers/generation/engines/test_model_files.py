@@ -16,7 +16,7 @@ from streamrl.producers.generation.engines.model_files import (
     read_weights,
 )
 from streamrl.schemas.errors import ModelError, WeightsError
-from streamrl.weights.tensors import mapped_tensors
+from streamrl.weights.tensors import map_tensors
 from tests.producers.generation.engines.conftest import EOS, VOCAB, build_model
 
 
@@ -129,10 +129,10 @@ def test_tensors_are_read_wherever_they_stand_in_their_file(tmp_path: Path) -> N
     text = json.dumps(header).encode()
     content = flags.numpy().tobytes() + numbers.numpy().tobytes() + b"\x07"
     (tmp_path / "odd.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content)
-    found = mapped_tensors(tmp_path / "odd.safetensors")
+    found = map_tensors(tmp_path / "odd.safetensors")
     assert torch.equal(found["flags"], flags)
     assert torch.equal(found["numbers"], numbers[:, None])
     assert found["one"].item() == 7
     assert found["none"].shape == (0, 4)
     found["flags"][0] = False
-    assert torch.equal(mapped_tensors(tmp_path / "odd.safetensors")["flags"], flags)
+    assert torch.equal(map_tensors(tmp_path / "odd.safetensors")["flags"], flags)

@@ -54,7 +54,7 @@ def ended_at(tokenizer: ByteTokenizer, tokens: Sequence[int], stop: tuple[str, .
     asked = replace(request([1], **sampling.model_dump()), prefix_token_ids=tokens[:known])
     completion = ActiveCompletion(asked, 1000, 0)
     matcher = StopMatcher(sampling, tokenizer)
-    if known and matcher.go_on_behind(tokens[:known]):
+    if known and matcher.start_after(tokens[:known]):
         return known
     for number, token in enumerate(tokens[known:]):
         completion.extend([token], [0.0])

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.producers.lengths.learned.predictor import MAX_ASKED, RequestOrder
+from streamrl.producers.lengths.learned.predictor import MAX_REQUESTED_GROUPS, RequestOrder
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,6 @@ def test_a_stuck_group_delays_only_a_limited_number_of_others() -> None:
 
 def test_groups_that_were_asked_for_and_never_came_are_forgotten() -> None:
     turns = RequestOrder[_One](1, most=10)
-    for number in range(MAX_ASKED + 2):
+    for number in range(MAX_REQUESTED_GROUPS + 2):
         turns.ask(f"g{number}")
     assert _take(turns, "g2") == [_One("g2")]
