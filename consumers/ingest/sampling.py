@@ -6,7 +6,7 @@ to that one. So for every last step, the steps up to it have places for all comp
 is the processor-demand criterion of earliest-deadline-first scheduling (Baruah, Rosier, Howell 1990), with places for
 time. ``Window`` keeps the criterion true, for any order of preference. Invariants, each with a test of its name:
 - each_group_is_handed_out_once;
-- every_complete_group_is_handed_out_by_its_last_step, with ``keeps_places``, if there were places for all;
+- every_complete_group_is_handed_out_by_its_last_step: with ``keeps_places``, if there were places for all at first;
 - expired_groups_are_handed_out_first: the reader skips them, so none stays in the window for ever.
 """
 

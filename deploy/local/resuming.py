@@ -1,7 +1,8 @@
 """Finds where a run starts: at step 0, at a checkpoint, or not at all, because it is complete. It only reads files.
 
-Invariant an_incomplete_run_is_not_refused: a run is complete only if the checkpoint that the trainer would restore is
-at the last step and ``summary.json`` covers it. In every uncertain case the trainer is started and decides.
+Invariant an_incomplete_run_is_started_again: only a complete run is not started again. A run is complete if the
+checkpoint that the trainer would restore is at the last step and ``summary.json`` covers it. In every uncertain case
+the trainer is started and decides.
 """
 
 import json

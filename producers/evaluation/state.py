@@ -1,7 +1,7 @@
 """The evaluator's state: the weights that are due, the running evaluation, and its samples. Pure; no bus, no clock.
 
 Invariants:
-- a_version_is_reported_once: a version with a report is never due again;
+- a_version_is_reported_once: a version that has an evaluation report is never evaluated again;
 - every_sample_ends: each sample arrives, or is abandoned after ``max_attempts`` lost workers. A worker that declines an
   order does not count as lost;
 - only_newest_weights_are_due: of several due versions only the newest is evaluated, since workers keep no older ones.

@@ -1,11 +1,11 @@
 """The partial-trajectory pool: unfinished completions are kept on a topic, so that any worker can continue them.
 
 ``PartialPool`` is a worker's part of the pool. While a completion grows, its ``PartialLog`` writes new tokens, after a
-number of tokens or seconds. When the trajectory is delivered, tombstones let compaction remove its records. An order to
-continue a lost worker's completion says where that worker wrote (``WorkOrder.partials``). ``PartialReader`` reads the
-records there, and ``longest_prefix`` chooses.
+number of tokens or seconds. Each worker writes to one partition. When the trajectory is delivered, tombstones let
+compaction remove its records. An order to continue a lost worker's completion says where that worker wrote
+(``WorkOrder.partials``). ``PartialReader`` reads the records there, and ``longest_prefix`` chooses the tokens to keep.
 
-The topic alone is the pool: neither the dispatcher nor any memory is involved. Each worker writes to one partition.
+The topic alone is the pool: no process holds it in memory.
 
 Invariants, each with a test of its name:
 - decoding_never_waits_for_the_pool: chunks are written while decoding continues, one at a time for each completion.
@@ -13,7 +13,7 @@ Invariants, each with a test of its name:
   order;
 - every_prefix_is_of_one_process: a process writes a trajectory from token 0 on, including a prefix that it continued,
   and chunks of two processes are never joined;
-- a_record_stays_until_its_trajectory_is_delivered.
+- a_record_stays_until_its_trajectory_is_delivered: only then it gets a tombstone.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ MAX_CHUNK_TOKENS = 32_768
 """Most tokens of one record (256 KiB); a long prefix, or the tokens of an outage, are written as several records."""
 READ_ATTEMPTS = 8
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-"""Pauses between attempts, doubled from first to longest: about 15 seconds in all, then the completion starts over."""
+"""Pauses between attempts, doubled up to the longest: 11 seconds in all. Then the completion starts again."""
 POLL_S = 1.0
 
 
@@ -57,9 +57,9 @@ class PartialPool:
     """One worker's part of the pool: writes its own completions, and reads those of other workers.
 
     A completion's new tokens are written ``chunk_tokens`` tokens or ``chunk_s`` seconds after its last chunk.
-    ``incarnation``: of this process. ``continued``: number of completions that it continued. The heartbeat's
-    ``partials_from`` is an offset in this worker's partition: all its records of unfinished completions are at or after
-    it.
+    ``incarnation``: the id of this process, which a restarted worker does not share. ``continued``: number of
+    completions that this process continued. The heartbeat's ``partials_from`` is an offset in this worker's partition:
+    all its records of unfinished completions are at or after that offset.
     """
 
     publisher: Publisher
@@ -82,7 +82,7 @@ class PartialPool:
         self._update_status()
 
     async def open(self) -> None:
-        """Read the current end of this worker's partition: readers of this process's records can start there."""
+        """Read the end offset of this worker's partition: all records of this process will be at or after it."""
         try:
             self._next_offset = await self.reader.end_offset(self.partition)
             self._update_status()
@@ -91,11 +91,11 @@ class PartialPool:
 
     def _update_status(self) -> None:
         firsts = (one.first_offset for one in self._open.values() if one.first_offset is not None)
-        # Records that are not acknowledged yet will get later offsets than those that are.
+        # Records that are not acknowledged yet will get later offsets than acknowledged ones.
         self.status.partials_from = min(firsts, default=self._next_offset)
 
     async def begin(self, order: WorkOrder, sample_index: int, prompt_token_ids: Sequence[int]) -> "PartialLog":
-        """Start the log of an order's sample, with the tokens that an earlier attempt left, if there are any."""
+        """Start the log of an order's sample, with the tokens of an earlier attempt if the pool has some."""
         trajectory_id = make_trajectory_id(order.group_id, sample_index)
         found = await self.reader.read(trajectory_id, order.partials) if order.partials else []
         prompt_hash = hash_of_tokens(prompt_token_ids)
@@ -117,7 +117,7 @@ class PartialPool:
         return partial_log
 
     async def flush(self, timeout_s: float) -> None:
-        """Write unwritten tokens within ``timeout_s``, so that other workers can continue the completions."""
+        """Write all unwritten tokens, for at most ``timeout_s``, so that other workers can continue the completions."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await asyncio.gather(*(one.flush() for one in self._open.values()))
@@ -145,21 +145,21 @@ class PartialPool:
         """Note that a record is at this offset. ``is_first``: it is the first of its completion."""
         nothing_unfinished = self.status.partials_from == self._next_offset
         self._next_offset = max(self._next_offset, offset + 1)
-        # Not for every chunk: thousands of completions may be open, and only first chunks change where they start.
+        # Not for every chunk: thousands of completions may be open, and only a first chunk changes the lowest offset.
         if is_first or nothing_unfinished:
             self._update_status()
 
     def note_failure(self, error: Exception) -> None:
         """Count a chunk that was not written. Its tokens go into the next chunk."""
         self._failures += 1
-        if self._failures.bit_count() == 1:  # attempts 1, 2, 4, 8, ...: all completions fail at the same broker
+        if self._failures.bit_count() == 1:  # logs failures 1, 2, 4, 8, ...: all completions fail together
             log.warning("partial trajectory not written, trying again", failures=self._failures, error=str(error))
 
 
 @dataclass(eq=False)
 class PartialLog:
     """The records of one completion. ``durable``: number of its tokens on the topic; ``first_offset``: offset of its
-    first record; ``earlier``: records of other processes that it continued.
+    first record; ``earlier``: records of other processes, whose tokens this completion continues.
     """
 
     pool: PartialPool
@@ -177,7 +177,7 @@ class PartialLog:
 
     def grown(self) -> None:
         """Write a chunk if enough tokens are new. Call this whenever the completion may have grown. Never waits."""
-        # One chunk at a time, and none of a complete one: its trajectory will be delivered.
+        # One chunk at a time, and none of a finished completion: its trajectory will be delivered.
         if self._writing is not None or self.completion.finish_reason is not None:
             return
         new = len(self.completion.token_ids) - self.durable
@@ -185,7 +185,7 @@ class PartialLog:
             self._write()
 
     async def flush(self) -> None:
-        """Write all tokens, also of a complete one; returns when the broker has them, or refused them."""
+        """Write all tokens, even of a finished completion; returns when the broker has stored or refused them."""
         if self._writing is not None:
             await asyncio.wait({self._writing})
         reason_is_written = self.completion.finish_reason is None
@@ -249,7 +249,7 @@ class PartialLog:
             self._writing = None
 
     async def _retire(self, keys: Iterable[RecordKey]) -> None:
-        # After the chunk that is being written, or that chunk would stay. A lost tombstone costs space until retention.
+        # Wait for the chunk in flight: a tombstone before it would not delete it. A lost tombstone only costs space.
         if self._writing is not None:
             await asyncio.wait({self._writing})
         with suppress(BusError, Superseded):
@@ -262,7 +262,7 @@ class PartialLog:
 
 
 def hash_of_tokens(token_ids: Sequence[int]) -> int:
-    """A hash of a prompt's tokens, since a prefix can only be continued after the same prompt."""
+    """A hash of a prompt's tokens, to continue a prefix only after the same prompt."""
     return xxhash.xxh3_64_intdigest(np.array(token_ids, dtype="<i4").tobytes())
 
 
@@ -276,7 +276,7 @@ def spans_within(spans: Iterable[VersionSpan], start: int, end: int) -> tuple[Ve
 
 
 def longest_prefix(chunks: Iterable[PartialTrajectory], trajectory_id: str) -> SampledCompletion:
-    """The longest prefix that one process left of a trajectory; of equal ones the newest attempt's. Empty if none."""
+    """The longest prefix of a trajectory that one process wrote; among equals the newest attempt's. Empty if none."""
     by_process: dict[tuple[int, str], list[PartialTrajectory]] = {}
     for chunk in chunks:
         if chunk.trajectory_id == trajectory_id:
@@ -303,7 +303,7 @@ def _joined(chunks: Sequence[PartialTrajectory]) -> SampledCompletion:
         completion.take(chunk.token_ids[known:], chunk.logprobs[known:], spans)
         completion.finish_reason = chunk.finish_reason
         first = TrajectoryPart(worker_id=chunk.worker_id, attempt=chunk.attempt, start=0)
-        # A prefix that was being written again may end before the part that continues it.
+        # If the process died while it wrote an earlier prefix again, its own part never began: leave that out.
         completion.parts = tuple(part for part in chunk.parts or (first,) if part.start <= chunk.end)
     return completion
 
@@ -374,7 +374,7 @@ class PartialReader:
             try:
                 await patiently(self._scan, TopicPartition(self.topic, partition), scan)
             except (BusError, DataLossRefused) as error:
-                log.error("partial trajectories not read, they start over", count=len(scan.found), error=str(error))
+                log.error("partial trajectories not read, they start again", count=len(scan.found), error=str(error))
 
     async def _scan(self, tp: TopicPartition, scan: _Scan) -> None:
         for records in scan.found.values():

@@ -1,4 +1,4 @@
-"""Commands of an operator: runs, checkpoints, the embedded broker, topics, and orders to a running run."""
+"""Commands for operators: runs, checkpoints, the embedded broker, topics, and pause, resume and drain."""
 
 import asyncio
 from pathlib import Path
@@ -87,9 +87,9 @@ def verify(
         str | None, typer.Argument(metavar="[CHECKPOINT]", help="Step, version or pin's name; default: all.")
     ] = None,
 ) -> None:
-    """Compare every file with its checksum, the manifest with its seal.
+    """Compare every file with its checksum in the manifest.
 
-    It names each damaged file; exit code 4 if there is one.
+    The manifest ends with a checksum of its own. The command names each damaged file; exit code 4 if there is one.
     """
     from streamrl.deploy.local.savepoints import verify_checkpoints
     from streamrl.inspection.process import log_to_stderr
@@ -104,7 +104,7 @@ def pin(
     checkpoint: Which,
     name: Annotated[str | None, typer.Option(help="Name of the pin; default: the checkpoint's version.")] = None,
 ) -> None:
-    """Keep a checkpoint until it is unpinned, also in a running run."""
+    """Keep a checkpoint until it is unpinned; the run may be running."""
     from streamrl.deploy.local.savepoints import pin_checkpoint
 
     raise typer.Exit(pin_checkpoint(run, checkpoint, name))
@@ -125,7 +125,7 @@ def merge(
 ) -> None:
     """Write the newest adapter and its base as one model.
 
-    For runs with training.lora. The model is for from_pretrained and for engines without adapters.
+    For runs with training.lora. Use the model with from_pretrained, and with engines that take no adapters.
     """
     from streamrl.deploy.local.savepoints import merge_newest
 
@@ -146,7 +146,7 @@ def restore(run: RunPath, checkpoint: Which) -> None:
 
 # The embedded broker and the topics of a run.
 
-kafka = typer.Typer(help="A Kafka broker on this machine, without Java or Docker.", no_args_is_help=True)
+kafka = typer.Typer(help="A Kafka broker on this machine; needs no installed Java or Docker.", no_args_is_help=True)
 topics = typer.Typer(help="Make a broker match the topic catalogue.", no_args_is_help=True)
 
 DataDir = Annotated[Path | None, typer.Option(help="Directory for the broker's data; default: in the cache.")]
@@ -226,7 +226,7 @@ def delete(
             "--bootstrap-servers",
             "--kafka.bootstrap_servers",
             envvar="STREAMRL_KAFKA__BOOTSTRAP_SERVERS",
-            help="The broker; default: the run's own, which is started for this, or that of `streamrl kafka up`.",
+            help="The broker; default: the run's own, started for this command, or the one of `streamrl kafka up`.",
         ),
     ] = None,
     directory: Annotated[Path, typer.Option(help="The directory that holds the runs' directories.")] = Path("runs"),
@@ -255,7 +255,7 @@ def delete(
             return
         if HEARTBEATS.full_name(run) in names and (living := asyncio.run(living_process(KafkaBus(kafka), run))):
             raise UserError(
-                f"expected run {run} to be stopped, got a heartbeat of its {living} at {kafka.bootstrap_servers}: stop "
+                f"expected run {run} to be stopped, got a heartbeat of its {living} at {kafka.bootstrap_servers}; stop "
                 "the run first, with Ctrl-C or `streamrl drain`"
             )
         if not yes and not sys.stdin.isatty():
@@ -294,14 +294,14 @@ Reason = Annotated[str, typer.Option(help="Why; shown in the logs.")]
 def pause(
     where: Where = None, run: RunName = "", bootstrap_servers: Servers = None, reason: Reason = "operator"
 ) -> None:
-    """Start no new completions; those that are running finish."""
+    """Pause a run: running completions finish, no new ones start."""
     _send("pause", where, run, bootstrap_servers, reason)
 
 
 def resume(
     where: Where = None, run: RunName = "", bootstrap_servers: Servers = None, reason: Reason = "operator"
 ) -> None:
-    """Continue after a pause."""
+    """Resume a paused run."""
     _send("resume", where, run, bootstrap_servers, reason)
 
 

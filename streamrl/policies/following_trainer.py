@@ -9,8 +9,8 @@ its own versions, and the other one stops doing so.
 Invariants, each with a test of its name:
 - the_run_is_unaffected_by_an_instance: neither its end nor its crash changes a record of the run's own topics;
 - a_paused_instance_takes_nothing, and resumes at the same place;
-- an_instance_ends_with_its_stream: once the run is finished and all was read, it ends with a checkpoint. If the broker
-  is gone after the run's end, it ends with the checkpoint that it has;
+- an_instance_ends_when_the_run_is_finished_and_read: it then writes a last checkpoint. If the broker stops after the
+  run's end, the instance ends with the checkpoint that it has;
 - one_policy_is_served: the control topic decides which, at the start of a lineage, for all trainers alike. The versions
   of a promoted policy are above all those announced before.
 """

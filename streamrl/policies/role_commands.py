@@ -35,7 +35,7 @@ def attach(
         typer.Option(
             "--from",
             help="Where in the stream it starts without a checkpoint: now (default), beginning, an offset, "
-            "0=120,1=95, 10m, or an ISO date and time.",
+            "PARTITION=OFFSET such as 0=120,1=95, an age such as 10m, or an ISO date and time.",
         ),
     ] = None,
     changes: Annotated[
@@ -43,13 +43,13 @@ def attach(
     ] = None,
     bootstrap_servers: Servers = None,
     adopt: Annotated[
-        bool, typer.Option("--adopt", help="Continue although the instance's directory was lost or is another one.")
+        bool, typer.Option("--adopt", help="Continue, although the instance's directory was lost or moved.")
     ] = False,
 ) -> None:
     """Train another policy on a run's stream, next to the run's own.
 
-    It ends after its last step, at the run's end or on `streamrl detach`. The run is not affected. The same command
-    continues from the instance's newest checkpoint.
+    The command returns after the instance's last step, at the run's end or on `streamrl detach`. The run is not
+    affected. The same command continues from the instance's newest checkpoint.
     """
     from streamrl.policies.role_attaching import AttachRequest
     from streamrl.policies.role_attaching import attach as attached
@@ -64,9 +64,9 @@ def detach(name: Name, run: Where = None, bootstrap_servers: Servers = None, rea
 
 
 def promote(name: Name, run: RunPath, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:
-    """Let workers follow another policy, live.
+    """Let the workers of a running run follow another policy.
 
-    The run's own policy is named `policy`. The policy served before continues to learn from the stream.
+    The run's own policy is named `policy`. The policy that was served until then continues to learn from the stream.
     """
     _tell("promote", name, run, bootstrap_servers, reason)
 
@@ -80,16 +80,16 @@ def split(
     bootstrap_servers: Servers = None,
     reason: Reason = "operator",
 ) -> None:
-    """Let instances sample a share of the groups each, live.
+    """Let instances of a running run sample a share of the groups each.
 
-    The served policy has the rest. Workers are assigned in proportion; each follows one policy's weights.
+    The served policy samples the rest. Workers are assigned in proportion; each follows one policy's weights.
     """
     from streamrl.policies.role_splitting import shares_in
     from streamrl.policies.role_splitting import split as ordered
     from streamrl.schemas.errors import UserError
 
     if bool(shares) == off:
-        raise UserError("expected NAME=SHARE for each arm, or --off, got " + ("both" if off else "neither"))
+        raise UserError("expected either NAME=SHARE for each instance or --off, got " + ("both" if off else "neither"))
     print(ordered(run, bootstrap_servers, shares_in(shares or ()), reason))
 
 
@@ -118,9 +118,9 @@ def status(
 
 @algorithms.command()
 def pause(name: Name, run: Where = None, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:
-    """Pause an instance: it takes no trajectories for now.
+    """Pause an instance: it takes no trajectories until `resume`.
 
-    Its consumer group stays, and so does its place in the stream.
+    It keeps its consumer group and its place in the stream.
     """
     _tell("pause_instance", name, run, bootstrap_servers, reason)
 

@@ -1,4 +1,4 @@
-"""The trainer's store of weights as its relay reads it: complete versions, and leases on the versions in use."""
+"""The trainer's weights store, as the relay next to it reads it: complete versions, and leases on versions in use."""
 
 import os
 import re
@@ -27,7 +27,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}\.(safetensors|json|jinja
 class WeightStore:
     """A directory with one sub-directory per version, named ``<lineage>-<number>``.
 
-    ``lease_s``: seconds for which a version's files stay after its last reader; 0: no leases.
+    ``lease_s``: seconds for which a version's files stay after a read, if ``keep`` linked them; 0: no leases.
     """
 
     root: Path
@@ -38,7 +38,7 @@ class WeightStore:
     _linking: threading.Lock = field(default_factory=threading.Lock)
 
     def find(self, version: str, name: str) -> Path | None:
-        """The file to serve. None if a name is malformed, the version incomplete, or the file a link or missing."""
+        """The file to serve; None if a name is malformed, the version incomplete, or the file missing or a link."""
         try:
             # Parsed and formatted again: only two numbers and a dash get from the URL into the path.
             wanted = PolicyVersion.parse(version)
@@ -55,10 +55,10 @@ class WeightStore:
 
     @contextmanager
     def lease(self, version: PolicyVersion) -> Iterator[None]:
-        """A block that reads a version. The version's files stay until ``lease_s`` after it, once ``keep`` linked them.
+        """Count a reader during the block. The version's files stay during it, and ``lease_s`` after its end.
 
-        The trainer does not know the readers and may delete the version at any time. So the relay keeps hard links to
-        the files, which copies nothing.
+        Call ``keep`` before the read: the trainer does not know the readers and may delete the version at any time. So
+        the relay keeps hard links to the files, which copies nothing.
         """
         self._readers[version] += 1
         try:
@@ -69,7 +69,7 @@ class WeightStore:
                 self._leased[version] = self.clock()
 
     def keep(self, version: PolicyVersion) -> None:
-        """Link the files of a version, if that was not done yet. Blocks."""
+        """Make the hard links to a version's files, if there are none yet. Blocks: it waits for the disk."""
         with self._linking:
             if version in self._leased or not self.lease_s:
                 return
@@ -86,7 +86,7 @@ class WeightStore:
                 self._leased[version] = self.clock()
 
     def tidy(self) -> None:
-        """Release versions whose leases have expired, and those that an earlier process kept."""
+        """Delete the links to versions whose leases have expired, and the links that an earlier process left."""
         now = self.clock()
         with self._linking:
             for version, read_at in list(self._leased.items()):
@@ -97,7 +97,7 @@ class WeightStore:
                     shutil.rmtree(kept, ignore_errors=True)
 
     def release(self) -> None:
-        """Release all versions. Call it when the relay stops serving: no later process may come to clean up."""
+        """Delete all links. Call it when the relay stops serving: maybe no later process cleans up."""
         with self._linking:
             self._leased.clear()
             shutil.rmtree(self.root / LEASES, ignore_errors=True)

@@ -262,7 +262,7 @@ async def test_a_detached_instance_ends_with_a_checkpoint_and_can_come_back(harn
         await harness.own.until(lambda: harness.own.reports()[-1].version == (2, 2))
 
 
-async def test_an_instance_ends_with_its_stream(harness: InstanceHarness) -> None:
+async def test_an_instance_ends_when_the_run_is_finished_and_read(harness: InstanceHarness) -> None:
     await harness.attach()
     await harness.served.publish_group(4)  # half a step
     await harness.say(RunFinished, step=2, reason="the trainer reached its last step")

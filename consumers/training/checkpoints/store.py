@@ -3,10 +3,10 @@
     step_{N}/config.json, model.safetensors, tokenizer files …
     step_{N}/trainer_state/{optimizer,rng}.safetensors, intake.json, report.bin, manifest.json
 
-The order of a write is stage, secure, checksum, fence, publish the manifest. A process that dies before the last of
-these leaves no checkpoint; one that dies after it leaves a complete one. The manifest lists every file with its
-checksum, and becomes visible only when all files are durable.
-Invariants:
+A write stages the files, makes them durable, computes their checksums, checks that no newer trainer exists (the fence),
+and publishes the manifest. A process that dies before the last of these leaves no checkpoint; one that dies after it
+leaves a complete one. The manifest lists every file with its checksum, and becomes visible only when all files are
+durable. Invariants:
 - a_checkpoint_captures_one_moment: weights, optimizer and stream position belong together, under one manifest that is
   written last;
 - a_checkpoint_that_does_not_verify_is_never_loaded: every file has its sha256 in the manifest;
@@ -64,10 +64,10 @@ _READER = TypeAdapter(dict[str, JsonValue])
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What a checkpoint holds besides the model. ``reader``: the part of its snapshot that is not in the manifest.
+    """What a checkpoint holds besides the model. ``reader``: the reader's snapshot, without the part in the manifest.
 
-    ``report``: the encoded step report of this step, so that a restart can announce it again. ``optimizer``: if several
-    ranks wrote it, its tensors are assembled on access.
+    ``report``: the encoded report of this step, so that a restarted trainer can announce it again. ``optimizer``: if
+    several ranks wrote it, its tensors are assembled on access.
     """
 
     manifest: CheckpointManifest
@@ -86,7 +86,8 @@ class TrainerState:
 class VerifiedCheckpoint:
     """A verified checkpoint; ``directory``: the model on this machine, ``state``: everything else.
 
-    ``undoes``: an operator's rollback to it undoes what lineages up to this one did after it; 0: there is no rollback.
+    ``undoes``: after an operator's rollback to this checkpoint, the newest lineage whose later steps are undone; 0:
+    there was no rollback.
     """
 
     directory: Path
@@ -103,7 +104,7 @@ class CheckpointStore:
     _cleanup_failures: list[Exception] = field(default_factory=list, compare=False, repr=False)
 
     def held(self, claimed: int = 0) -> CheckpointsState:
-        """The claims and checkpoints of this storage; with the claim's id of lineage ``claimed``.
+        """The claims and checkpoints of this storage, and the id of the claim to lineage ``claimed``, if it is here.
 
         Raises:
             CheckpointError: the storage cannot be read.
@@ -120,7 +121,7 @@ class CheckpointStore:
         newest = max((manifest.lineage for manifest in self.manifests()), default=0)
         lineage = claim_lineage(self.storage, at_least=max(at_least, newest + 1), now=now)
         # Only after the claim: files that look left over may belong to an older trainer that still writes them, and the
-        # claim supersedes it. Files of newer lineages are kept: this trainer may have been suspended and superseded.
+        # claim stops it. Files of newer lineages are kept: this trainer may have been suspended and superseded.
         self._clean_up(lambda: self.storage.clear_leftovers(lineage.number))
         return lineage
 
@@ -178,7 +179,7 @@ class CheckpointStore:
         return files
 
     def _set_pinned_aside(self, slot: Slot, lineage: Lineage) -> None:
-        """Rename a pinned checkpoint of an older lineage in this slot: in a directory, lineages share slots."""
+        """Rename a pinned checkpoint of an older lineage in this slot: in a directory, a step has one slot for all."""
         if self.storage.aside(slot, lineage.number) == slot:
             return
         data = self.storage.manifest(slot)
@@ -263,7 +264,7 @@ class CheckpointStore:
         self._clean_up(remove)
 
     def _clean_up(self, remove: Callable[[], None]) -> None:
-        """Run ``remove``; a failure does not stop the step. It is logged once, since it usually repeats."""
+        """Run ``remove``; a failure does not stop the trainer. It is logged once, since it usually repeats."""
         try:
             remove()
         except (OSError, CheckpointError) as error:
@@ -291,7 +292,7 @@ class CheckpointStore:
             raise CheckpointError(
                 f"expected {needed} bytes free in {self.storage.scratch} for a checkpoint, got {free}; "
                 "free space; earlier checkpoints are unchanged"
-            ) from OSError(errno.ENOSPC, "too little room")
+            ) from OSError(errno.ENOSPC, "too little space")
 
     def _free(self) -> int:
         # Before the first checkpoint the directory does not exist: its nearest parent is on the same disk.
@@ -345,7 +346,7 @@ def _verify(directory: Path, manifest: CheckpointManifest) -> None:
     for file in manifest.files:
         path = directory / file.path
         if path.stat().st_size != file.size or sha256_of(path) != file.sha256:
-            raise CheckpointError(f"{path} without its {file.size} bytes of sha256 {file.sha256}")
+            raise CheckpointError(f"{path} whose bytes are not the {file.size} with sha256 {file.sha256}")
         # The checksum shows that the bytes are those written; opening the file shows that they are tensors.
         if path.suffix == TENSORS:
             with safe_open(path, "numpy"):

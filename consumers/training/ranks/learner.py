@@ -4,8 +4,8 @@ Rank 0 decides everything about a step: its micro-batches, credit that sequences
 gradient is applied. All ranks make the same calls on the model: ``DealingLearner`` sends each call to the other ranks,
 with their own rows, before it makes it. So every algorithm that works on one device works over ranks, and a rank's sums
 are like those of any micro-batch. Invariants:
-- gradients_over_ranks_equal_those_of_one: a step depends neither on the number of ranks nor on each one's share of
-  rows;
+- a_step_does_not_depend_on_the_number_of_ranks: nor on the share of rows that each rank has. It equals the step of one
+  rank, except for the order of sums;
 - every_rank_makes_the_same_calls: a rank without rows computes a row that has no gradient (``idle_work``).
 """
 

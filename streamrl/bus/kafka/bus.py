@@ -2,7 +2,7 @@
 
 A member of a consumer group uses aiokafka's group protocol and reads no records: a subscription does that. Invariants:
 - a_share_is_kept_until_the_next_assignment: work continues through a rebalance that leaves the partition here;
-- a_group_member_fetches_no_records: every partition is paused as soon as it is assigned.
+- a_consumer_group_member_fetches_no_records: every partition is paused as soon as it is assigned.
 """
 
 import asyncio

@@ -40,14 +40,14 @@ LISTEN_S = 3.0
 """Seconds to wait for a heartbeat. Workers send one every second, so in a running run one arrives in this time."""
 LOOK_EVERY_S = 0.5
 TOLERATED_S = 2.0
-"""Seconds that clocks may differ: leases and the lag in seconds are coarser than that."""
+"""Seconds that clocks may differ: leases and the lag in seconds need no better accuracy."""
 OLDEST_RELEASE = (3, 7)
 HARMFUL = ("max.message.bytes", "cleanup.policy", "min.insync.replicas")
-"""Topic settings that make a run lose records, or unable to write them, if they are wrong."""
+"""Topic settings: with a wrong value of one of them, a run loses records or cannot write them."""
 LOCAL = (HOST, "localhost", "::1")
 MIB, GIB = 1 << 20, 1 << 30
 LEAST_BYTES, LOW_BYTES = GIB, 10 * GIB
-"""Free bytes on a disk: below the first a run cannot work, below the second checkpoints may soon fill the disk."""
+"""Free bytes on a disk: below the first a run cannot work; below the second it is likely to fill the disk soon."""
 IMPORT_S = 180.0
 """Time-out for importing an engine's libraries from a cold disk."""
 ENGINE_LIBRARIES = {"transformers": ("torch", "transformers"), "vllm": ("torch", "vllm"), "emulated": ()}
@@ -139,7 +139,7 @@ async def check_clocks(connection: RunConnection) -> Finding:
 
 
 async def _skew(connection: RunConnection) -> tuple[bool, float | None, Record | None]:
-    """Whether a heartbeat arrived while we waited, the newest one's stamp minus our time, and its record."""
+    """Whether a heartbeat arrived while we waited; the time stamp of the newest one minus our time; its record."""
     # Reading the newest record several times costs less than a subscription.
     before, deadline = await _newest(connection), time.monotonic() + LISTEN_S
     newest = before
@@ -197,7 +197,7 @@ def _broker(facts: ClusterFacts, kafka: KafkaSettings) -> Iterator[Finding]:
     # With a misspelt name, the broker would create a topic with one partition and accept records there.
     if facts.configs.get("auto.create.topics.enable") == "true":
         remedy = "set auto.create.topics.enable=false on the brokers"
-        yield warn("broker", "it creates unknown topics on request, with its own settings", remedy)
+        yield warn("broker", "it creates unknown topics on request, with its default settings", remedy)
 
 
 def _host(address: str) -> str:
@@ -237,7 +237,7 @@ def _differing(change: Change, remedy: str) -> Finding:
 
 
 def _sizes(connection: RunConnection, facts: ClusterFacts) -> Iterator[Finding]:
-    """Check limits: message ≤ topic, batch ≤ topic, and topic ≤ the broker's requests and the readers' batches."""
+    """Check limits: message, batch ≤ topic; message ≤ publisher; topic ≤ broker's request, reader's batch."""
     kafka, problems = connection.kafka, []
     # If a writer's limit is above a reader's, a run fails in the middle, at its longest completion.
     request = facts.number("socket.request.max.bytes")
@@ -249,7 +249,7 @@ def _sizes(connection: RunConnection, facts: ClusterFacts) -> Iterator[Finding]:
     yield from problems
     if not problems:
         largest = max(message.MAX_BYTES for topic in CATALOGUE if (message := topic.message) is not None)
-        alone = ", larger ones than kafka.max_partition_fetch_bytes one at a time" * (
+        alone = "; those above kafka.max_partition_fetch_bytes are read one at a time" * (
             kafka.max_partition_fetch_bytes < largest
         )
         yield ok("sizes", f"messages of up to {_mib(largest)} fit writers, topics, broker and readers{alone}")
@@ -259,19 +259,19 @@ def _size_problems(topic: Topic, limit: int, request: int | None, kafka: KafkaSe
     largest = 0 if topic.message is None else topic.message.MAX_BYTES
     name = topic.name
     if largest > limit:
-        detail = f"{name}: a message may have {_mib(largest)}, the topic takes {_mib(limit)}"
+        detail = f"{name}: a message may have {_mib(largest)}, the topic accepts {_mib(limit)}"
         yield fail("sizes", detail, "`streamrl topics apply` sets max.message.bytes")
     if kafka.max_batch_bytes > limit:
-        detail = f"{name}: kafka.max_batch_bytes is {_mib(kafka.max_batch_bytes)}, the topic takes {_mib(limit)}"
+        detail = f"{name}: kafka.max_batch_bytes is {_mib(kafka.max_batch_bytes)}, the topic accepts {_mib(limit)}"
         yield fail("sizes", detail, "lower kafka.max_batch_bytes, or apply the topics")
     if largest > kafka.max_in_flight_bytes:
-        detail = f"{name}: a message may have {_mib(largest)}, a publisher holds {_mib(kafka.max_in_flight_bytes)}"
+        detail = f"{name}: a message may have {_mib(largest)}, publishers hold up to {_mib(kafka.max_in_flight_bytes)}"
         yield fail("sizes", detail, "raise kafka.max_in_flight_bytes")
     if request is not None and limit > request:
-        detail = f"{name}: the topic takes {_mib(limit)}, a request to the broker {_mib(request)}"
+        detail = f"{name}: the topic accepts {_mib(limit)}, the broker requests of {_mib(request)}"
         yield fail("sizes", detail, "raise socket.request.max.bytes on the brokers")
     if limit > LARGEST_UNCOMPRESSED:
-        detail = f"{name}: the topic takes {_mib(limit)}, readers refuse batches above {_mib(LARGEST_UNCOMPRESSED)}"
+        detail = f"{name}: the topic accepts {_mib(limit)}, readers refuse batches above {_mib(LARGEST_UNCOMPRESSED)}"
         yield warn("sizes", detail, "lower max.message.bytes of the topic; `streamrl topics apply` does")
 
 
@@ -307,12 +307,12 @@ def check_placement(settings: Settings, machine: Machine) -> Iterator[Finding]:
 
 
 def check_codecs(used: str) -> Iterator[Finding]:
-    """Check every codec that a record may be compressed with. ``used``: the one that we write with."""
+    """Check every codec that a record may be compressed with. ``used``: the codec that this run writes with."""
     problems = {codec: problem for codec in CODECS if (problem := codec_problem(codec)) is not None}
     if not problems:
         yield ok("codecs", f"{', '.join(CODECS)} compress and decompress; kafka.compression_type is {used}")
     for codec, problem in problems.items():
-        # Only a warning for the other codecs: a run does not use them, but a reader needs them if another program does.
+        # Only a warning for the other codecs: this run does not write them, but another program may.
         problem_level = fail if codec == used else warn
         yield problem_level(
             "codecs", f"{codec}: {problem}", "install aiokafka's codecs again: pip install --force-reinstall cramjam"
@@ -320,7 +320,7 @@ def check_codecs(used: str) -> Iterator[Finding]:
 
 
 def check_disk(places: dict[str, Path]) -> Iterator[Finding]:
-    """Check the disk space for checkpoints, weights and logs. ``places``: directories by contents, or future ones."""
+    """Check disk space and write access. ``places``: directories by what they hold; they may not exist yet."""
     for name, place in places.items():
         # The disk of a folder that does not exist yet is that of its nearest parent.
         folder = next(each for each in (place.absolute(), *place.absolute().parents) if each.exists())
@@ -328,7 +328,7 @@ def check_disk(places: dict[str, Path]) -> Iterator[Finding]:
         detail = f"{free / GIB:.1f} GiB free for {name} at {place}"
         if not os.access(folder, os.W_OK):
             yield fail(
-                "disk", f"{folder} is not writable, {name} would be there", "change its owner, or set run.directory"
+                "disk", f"{folder} is not writable, but {name} would be there", "change its owner, or set run.directory"
             )
         elif free < LEAST_BYTES:
             yield fail("disk", detail, "free some space, or set run.directory to another disk")
@@ -379,8 +379,6 @@ def _gpus(engine: str, gpus: list[tuple[str, int, int]]) -> Iterator[Finding]:
     if shutil.which("nvidia-smi"):
         yield warn("gpu", "there is a driver, but torch sees no GPU", "install the torch build for this CUDA version")
     elif engine == "vllm":
-        yield warn(
-            "gpu", "none", "vLLM samples on the CPU then, slowly; generation.engine=transformers may suit better"
-        )
+        yield warn("gpu", "none", "vLLM will sample on the CPU, slowly; or set generation.engine to transformers")
     else:
         yield ok("gpu", "none; generation and training run on the CPU")

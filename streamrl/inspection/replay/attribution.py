@@ -8,8 +8,8 @@ Minimal failing sets are found by delta debugging (ddmin, Zeller and Hildebrandt
 steps: one culprit among n takes about 2 log2(n) gradients instead of n. Norms do not add up, since shares may cancel
 each other. So sets are tried, and not only single trajectories.
 
-Invariant each_result_is_a_minimal_failing_set: each result is 1-minimal, that is, it fails, but no longer fails without
-any one of its members.
+Invariant each_result_is_a_minimal_failing_set: each result is 1-minimal, that is, it fails, and it does not fail if any
+one of its members is removed.
 """
 
 import math
@@ -31,7 +31,7 @@ from streamrl.schemas.reports import RefusedStep
 T = TypeVar("T")
 
 STEPS_BEFORE = 20
-"""Steps whose recorded norms give the median: enough for a median, and few enough to follow training."""
+"""Number of steps whose recorded norms give the median: enough for a median, few enough to follow training."""
 TIMES_MEDIAN = 10.0
 """A gradient norm this many times above the median is a spike, well above the noise between steps."""
 
@@ -39,7 +39,7 @@ TIMES_MEDIAN = 10.0
 async def find_gradient_outliers(
     replayer: Replayer, log: StepLog, step: Step, lineage: int | None = None, above: float | None = None
 ) -> BisectionResult:
-    """The culprits of one step. ``above`` None: ``TIMES_MEDIAN`` times the median norm of the steps before it.
+    """The culprits of one step. ``above``: the threshold; None: ``TIMES_MEDIAN`` times the norm's median before it.
 
     Raises:
         UserError: no earlier norm is recorded, or the step cannot be rebuilt.
@@ -85,7 +85,7 @@ def median_norm(log: StepLog, step: int, lineage: int | None = None) -> float:
 def _search(
     policy: ScratchPolicy, batch: StepBatch, version: PolicyVersion, threshold: float, progress: Callable[[str], None]
 ) -> BisectionResult:
-    # The whole step's scale for every subset: with a scale by its own size, a subset's norm would not be its share.
+    # Every subset has the whole step's scale. With a scale of its own, its norm would not be its share of the step.
     scale = policy.scale(batch)
     computed: list[float] = []
 
@@ -161,7 +161,7 @@ class DeltaDebugging(Generic[T]):
                 failing, parts = chunk, 2
             elif parts > 2 and (rest := next((each for each in rests if self._fails(each)), None)) is not None:
                 failing, parts = rest, parts - 1
-            # Every part is one member, and the set does not fail without any one of them: it is 1-minimal.
+            # Every part is one member, and without any one of them the set does not fail: it is 1-minimal.
             elif parts >= len(failing):
                 break
             else:
@@ -169,7 +169,7 @@ class DeltaDebugging(Generic[T]):
         return failing
 
     def _fails(self, subset: list[int]) -> bool:
-        # The same subset may occur as a part and as a rest, and each answer costs a backward pass over it.
+        # The same subset may occur as a part and as a rest, and each test costs a backward pass over the subset.
         key = tuple(subset)
         if key not in self.answers:
             self.answers[key] = self.fails([self.items[index] for index in subset])

@@ -29,9 +29,11 @@ class MetricPair:
 class RebuiltStep:
     """A step taken again under the run's own settings.
 
-    ``version``: the weights after the step (before it, if it was refused). ``start``: the restore point, in words;
-    ``steps_between``: number of steps from there; ``differing_between``: those whose result is not as recorded.
-    ``problem``: why the gradient was not applied; empty if it was.
+    ``version``: the weights after the step (before it, if the trainer refused the step). ``start``: the restore point,
+    in words; ``steps_between``: number of steps replayed between it and this step; ``differing_between``: those of them
+    whose result is not as recorded. ``problem``: why the replay did not apply the gradient, empty if it did;
+    ``recorded_problem``: the same, by the trainer. ``gradient_norms``: L2 norms by tensor. ``left_out``: trajectories
+    that are not in the gradient, and why.
     """
 
     step: int
@@ -50,12 +52,12 @@ class RebuiltStep:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the weights are equal, or else the metrics, if no weights were recorded.
+        """``bit-equal`` if the recorded weights are equal. Without recorded weights the metrics decide.
 
-        Equal metrics alone do not prove equal weights: then the verdict is ``not recorded``, unless the step was
-        refused and so has no weights after it.
+        Equal metrics do not prove equal weights. So the verdict is then ``not recorded``; or ``bit-equal`` if the step
+        was refused, because a refused step has no weights.
         """
-        # If one was applied and the other refused, there is no need to look at the tensors.
+        # If only one of trainer and replay applied the gradient, they differ, whatever the tensors are.
         if bool(self.problem) != self.refused or not all(tensor.equal for tensor in self.tensors):
             return "differs"
         if self.tensors:
@@ -65,9 +67,9 @@ class RebuiltStep:
         return "bit-equal" if self.refused else "not recorded"
 
     def is_near(self, tolerance: float) -> bool:
-        """Whether loss and gradient norm are as recorded within this relative tolerance, and both or none was refused.
+        """Whether loss and gradient norm are within this relative tolerance of the record, and a refusal is the same.
 
-        For steps of several ranks: their sums have another order, so the last bits cannot be reproduced.
+        For steps of several ranks: a replay on one rank sums in another order, so the last bits may differ.
         """
         pairs = [self.metric(name) for name in ("loss", "grad_norm")]
         near = all(
@@ -90,7 +92,8 @@ class RebuiltStep:
 class WhatIf:
     """The same step from the same weights under ``changes``. ``metrics``: (original, what-if) by name.
 
-    ``update``: None if one of the two was not applied.
+    ``problem``: why the what-if did not apply its gradient; empty if it did. ``update``: both updates compared; None if
+    one of the two was not applied.
     """
 
     changes: tuple[str, ...]
@@ -122,9 +125,10 @@ class GradientOutlier:
 class BisectionResult:
     """``culprits``: minimal sets whose share of the gradient is above ``threshold`` or not finite, largest first.
 
-    A culprit may be caused by a larger one of its group, whose reward enters its advantage. ``median``: of the recorded
-    norms before the step; None if the threshold was given. ``without_culprits``: the norm without them, with the same
-    scale. ``ranking``: all rows, largest share first. ``computed``: number of gradients that were computed.
+    An extreme reward changes the advantages of its whole group, so it may make other members culprits, too.
+    ``gradient_norm``: of the whole step. ``median``: of the recorded norms before the step; None if the threshold was
+    given. ``without_culprits``: the norm without the culprits, with the whole step's scale. ``ranking``: all rows,
+    largest share first. ``computed``: number of gradients that were computed.
     """
 
     step: int

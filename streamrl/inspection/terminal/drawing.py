@@ -1,7 +1,8 @@
-"""Draws the parts of the screen: bars, columns and short numbers in block characters, curves, events, trajectories.
+"""Draws the parts of the screen as text: bars and curves in block characters, numbers, events and trajectories.
 
-Invariant every_line_fits_its_width: every line fits its width in terminal cells, for any text. Textual's Sparkline
-draws bars as high as its widget, without bounds or gaps. So curves are drawn here, in rows of eighths of a cell.
+Curves are drawn here, in eighths of a cell, because Textual's Sparkline shows neither bounds nor gaps.
+
+Invariant every_line_fits_its_width: no line is wider than the given number of terminal cells, for any text.
 """
 
 import math
@@ -17,7 +18,7 @@ from streamrl.schemas.plain_text import plain_text
 from streamrl.schemas.trajectories import Trajectory
 
 Draw = Callable[[Mapping[str, Any], int, int], Text]
-"""Takes sections, a width and a height in cells, and returns a text that fits them."""
+"""Takes sections of a run's snapshot, a width and a height in cells, and returns a text that fits them."""
 MARGIN = 6
 """Cells to the left of a curve, for its bounds."""
 EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -69,7 +70,7 @@ def short(value: float | None) -> str:
 
 
 def bar(share: float, width: int) -> str:
-    """A horizontal bar of a share from 0 to 1, padded with blanks. Any share above 0 is visible."""
+    """A horizontal bar for a share from 0 to 1, padded with blanks to ``width``. Any share above 0 is visible."""
     eighths = round(min(1.0, max(0.0, share)) * width * 8)
     # A very small share must differ from 0.
     eighths = max(eighths, 1) if share > 0 and width else eighths
@@ -93,7 +94,7 @@ def resampled(values: Sequence[Column], width: int) -> list[Column]:
 
 
 def columns_of(values: Sequence[Column], height: int, low: float, high: float) -> list[str]:
-    """Rows from the top, with each value as a column of ``height`` rows between two bounds. Gaps are blank."""
+    """Rows from the top down. Each value is a column, scaled so that ``high`` fills ``height`` rows. Gaps are blank."""
     span = high - low
     levels = []
     for value in values:
@@ -116,7 +117,7 @@ def coloured(drawn: str, style: str) -> Text:
 
 
 def first_that_fits(candidates: Sequence[str], width: int) -> str:
-    """The first of some wordings, longest first, that fits the width; else the last one, cut."""
+    """The first of some texts, given longest first, that fits the width; else the last one, cut."""
     return next((text for text in candidates if cell_len(text) <= width), fitted(candidates[-1], width).rstrip())
 
 
@@ -250,7 +251,7 @@ def draw_rows(data: Mapping[str, Any], width: int, height: int) -> Text:
 
 
 def preview(row: Mapping[str, Any]) -> Text:
-    """A trajectory as far as it is known without reading its record."""
+    """What is known of a trajectory without reading its record from the topic."""
     text = Text.assemble(
         (plain_text(row["id"]), "bold"), ("  at ", MUTED), row["place"], ("  ", ""), (row["fate"], ACCENT)
     )

@@ -1,4 +1,4 @@
-"""Serves meters over HTTP on a free port, and writes the file by which Prometheus finds the port."""
+"""Serves a process's metrics over HTTP on a free port, and writes the file by which Prometheus finds the port."""
 
 import json
 import re
@@ -43,7 +43,7 @@ TRIES = 100
 
 
 def first_port(base: int, process: str) -> int:
-    """The port that a process tries first, so that it usually gets the same one. A worker's follows from its number."""
+    """The port that a process tries first, so that it usually gets the same one. A worker's depends on its number."""
     if (offset := OFFSETS.get(process)) is not None:
         return base + offset
     number = re.search(r"(\d{1,3})$", process)
@@ -52,7 +52,7 @@ def first_port(base: int, process: str) -> int:
 
 @contextmanager
 def endpoint(registry: CollectorRegistry, host: str, base: int, process: str, target_file: Path) -> Iterator[int]:
-    """Serve during the block; gives the port.
+    """Serve the registry's metrics during the block; gives the port.
 
     During the block ``target_file`` has the address, in the form that Prometheus's ``file_sd_configs`` reads.
 
@@ -94,4 +94,4 @@ def _write_target(path: Path, target: str, process: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps([{"targets": [target], "labels": {"process": process}}]))
     except OSError as error:
-        log.warning("address of the metrics not written for Prometheus", path=str(path), error=str(error))
+        log.warning("file for Prometheus not written, it will not find this process", path=str(path), error=str(error))

@@ -1,7 +1,7 @@
 """Bounded aggregates of a run's records, one for each kind of figure. Pure.
 
-Invariant each_is_bounded: the size of an aggregate has an upper limit, whatever it is given. Times are epoch seconds
-and come with the figures: no aggregate reads a clock.
+Invariant every_aggregate_is_bounded: the size of an aggregate has an upper limit, whatever it is given. Times are epoch
+seconds and come with the figures: no aggregate reads a clock.
 """
 
 import math

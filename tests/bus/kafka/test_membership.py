@@ -35,7 +35,7 @@ def test_a_share_is_kept_until_the_next_assignment() -> None:
     assert shares.assigned == {TopicPartition("t", 1)}
 
 
-def test_a_group_member_fetches_no_records() -> None:
+def test_a_consumer_group_member_fetches_no_records() -> None:
     shares, consumer = _Shares(), Paused()
     told: Any = consumer
     shares.consumer = told

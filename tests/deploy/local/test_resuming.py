@@ -90,7 +90,7 @@ def test_a_run_beyond_its_new_last_step_is_complete_too(tmp_path: Path) -> None:
     assert "already at step 100 of 60" in complete_line(settings, 100)
 
 
-def test_an_incomplete_run_is_not_refused(tmp_path: Path) -> None:
+def test_an_incomplete_run_is_started_again(tmp_path: Path) -> None:
     directory = checkpointed(tmp_path, 50, 100)
     assert not over(settings_of(tmp_path), directory), "what it came to was never summarised"
     for steps in (60, None, "100"):

@@ -28,7 +28,7 @@ def test_a_rate_is_the_mean_of_its_window_and_fades_when_nothing_comes() -> None
     assert rate.total == 500
 
 
-def test_each_is_bounded_and_late_arrivals_count() -> None:
+def test_every_aggregate_is_bounded_and_late_arrivals_count() -> None:
     rate = Rate(window_s=2.0)
     for index in range(10_000):
         rate.add(1000.0 + index)

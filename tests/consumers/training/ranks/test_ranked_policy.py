@@ -41,7 +41,7 @@ def exported(policy: TrainedPolicy, root: Path) -> dict[str, Any]:
     [(2, {}), (4, {}), (2, {"packing": "varlen", "optimizer_offload": True})],
     ids=["two", "four", "two, packed, optimizer on the processor"],
 )
-def test_gradients_over_ranks_equal_those_of_one_and_every_rank_makes_the_same_calls(
+def test_a_step_does_not_depend_on_the_number_of_ranks_and_every_rank_makes_the_same_calls(
     tmp_path: Path, model_path: Path, ranks: int, options: dict[str, Any]
 ) -> None:
     found: dict[int, Any] = {}
