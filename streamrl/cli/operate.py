@@ -146,7 +146,7 @@ def restore(run: RunPath, checkpoint: Which) -> None:
 
 # The embedded broker and the topics of a run.
 
-kafka = typer.Typer(help="A Kafka broker on this machine; needs no installed Java or Docker.", no_args_is_help=True)
+kafka = typer.Typer(help="A Kafka broker on this machine; Java need not be installed.", no_args_is_help=True)
 topics = typer.Typer(help="Make a broker match the topic catalogue.", no_args_is_help=True)
 
 DataDir = Annotated[Path | None, typer.Option(help="Directory for the broker's data; default: in the cache.")]

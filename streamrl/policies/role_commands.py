@@ -80,7 +80,7 @@ def split(
     bootstrap_servers: Servers = None,
     reason: Reason = "operator",
 ) -> None:
-    """Let instances of a running run sample a share of the groups each.
+    """Let instances sample shares of a running run's groups.
 
     The served policy samples the rest. Workers are assigned in proportion; each follows one policy's weights.
     """
