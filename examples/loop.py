@@ -17,13 +17,12 @@ import asyncio
 import json
 import logging
 import socket
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import structlog
 
+from examples.scratch import working_directory
 from examples.tiny_model import build
 from streamrl.api import settings_of
 from streamrl.bus.embedded.cluster import start_cluster
@@ -103,8 +102,5 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(Path(sys.argv[1]))
-    else:
-        with tempfile.TemporaryDirectory(prefix="streamrl-example-") as scratch:
-            main(Path(scratch))
+    with working_directory() as scratch:
+        main(scratch)

@@ -1,0 +1,19 @@
+"""The directory in which an example works."""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def working_directory() -> Iterator[Path]:
+    """The directory that the command line names, made if it is missing; without one, a temporary directory."""
+    if len(sys.argv) > 1:
+        directory = Path(sys.argv[1])
+        directory.mkdir(parents=True, exist_ok=True)
+        yield directory
+    else:
+        with tempfile.TemporaryDirectory(prefix="streamrl-example-") as scratch:
+            yield Path(scratch)
