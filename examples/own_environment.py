@@ -2,9 +2,9 @@
 
     python -m examples.own_environment [DIRECTORY]
 
-The game asks for letters, and then for the same letters again. StreamRL makes one object of the class for each episode, in a process of
-the environments, and plays it through the run's gateway. An episode becomes one trajectory: the policy's tokens are
-trained, the game's are not.
+The game asks for letters, and then for the same letters again. StreamRL makes one object of the class for each episode
+and plays it through the run's gateway, in a process that imports the class by its path. An episode becomes one
+trajectory: the tokens of the policy are trained, those of the game are not.
 """
 
 from collections.abc import Mapping, Sequence

@@ -16,4 +16,5 @@ def working_directory() -> Iterator[Path]:
         yield directory
     else:
         with tempfile.TemporaryDirectory(prefix="streamrl-example-") as scratch:
+            print(f"working in {scratch}, which is deleted at the end; to keep the run, name a directory")
             yield Path(scratch)

@@ -3,8 +3,8 @@
     pip install trl
     python -m examples.trl_stream [DIRECTORY]
 
-A short run makes the samples here, and its broker is kept, so that TRL can read them afterwards. TRL may as well read
-during a run, on any machine that reaches the broker: it then waits for samples, and the run is not affected.
+A short run makes the samples. Its broker stays, so that TRL can read them afterwards. TRL can also read during a run,
+on any machine that reaches the broker: then it waits for samples, and does not affect the run.
 """
 
 import importlib.util
@@ -49,13 +49,13 @@ def train_with_trl(directory: Path, model: Path, run: streamrl.Run) -> None:
 
     from streamrl.trl import StreamedRollouts, streamed_reward
 
-    # Reads from the oldest sample on, and commits how far it came under the name `trl`.
+    # Starts at the oldest sample. Commits its position under the name `trl`, where a restarted trainer continues.
     rollouts = StreamedRollouts(run.directory, group="trl", num_generations=GROUP_SIZE)
     trainer = GRPOTrainer(
         model=str(model),  # any model with the run's tokenizer
         rollout_func=rollouts,
         reward_funcs=streamed_reward,  # the rewards that came with the samples
-        train_dataset=Dataset.from_list([{"prompt": "-"}] * 1000),  # only says how many samples a batch has
+        train_dataset=Dataset.from_list([{"prompt": "-"}] * 1000),  # not used: sets only how long an epoch is
         args=GRPOConfig(
             output_dir=str(directory / "trl"),
             num_generations=GROUP_SIZE,
@@ -65,9 +65,6 @@ def train_with_trl(directory: Path, model: Path, run: streamrl.Run) -> None:
             logging_steps=1,
             use_cpu=True,
             bf16=False,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
         ),
     )
     trainer.train()
