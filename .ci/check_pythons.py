@@ -36,9 +36,9 @@ WARM_START = """
 import json
 from streamrl.bus.embedded.runtime import cache_root
 from streamrl.demo.warm_start import (
-    NUM_PROMPTS, PROMPTS, WarmStartRecipe, appearing_whole, model_directory, save, training_prompts, warm_start
+    NUM_PROMPTS, PROMPTS, WarmStartRecipe, atomic_directory, model_directory, save, training_prompts, warm_start
 )
-with appearing_whole(model_directory(cache_root(), 0)) as made:
+with atomic_directory(model_directory(cache_root(), 0)) as made:
     made.mkdir()
     save(warm_start(WarmStartRecipe(steps=1, decay_steps=1), 0, print).model, made)
     (made / PROMPTS).write_text("".join(json.dumps(row) + "\\n" for row in training_prompts(0, NUM_PROMPTS)))

@@ -28,7 +28,7 @@ try:
     {0}
     time.sleep(30)
 except KeyboardInterrupt:
-    stopping.say_stopped()
+    stopping.report_stopped()
     sys.exit(stopping.exit_code())
 """
 
@@ -67,7 +67,7 @@ async def work():
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for at in {moments}:
         loop.call_later(at, os.kill, os.getpid(), signal.SIGTERM)
-    with stopping.until_asked(lambda number: (print("asked by", number.name, flush=True), stop.set())):
+    with stopping.stop_requests_handled_by(lambda number: (print("asked by", number.name, flush=True), stop.set())):
         await stop.wait()
         await asyncio.sleep(0.9)
     print("through", flush=True)
@@ -114,7 +114,7 @@ class Swallows:
 Swallows()
 async def work():
     stop = asyncio.Event()
-    with stopping.until_asked(lambda number: stop.set()):
+    with stopping.stop_requests_handled_by(lambda number: stop.set()):
         await stop.wait()
     print("told")
 asyncio.run(work())
@@ -155,7 +155,7 @@ try:
     del thing
     time.sleep(30)
 except KeyboardInterrupt:
-    stopping.say_stopped()
+    stopping.report_stopped()
     sys.exit(stopping.exit_code())
 """
 

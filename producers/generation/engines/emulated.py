@@ -503,7 +503,7 @@ class EmulatedEngine:
 
     def _started(self) -> tuple[EmulatedBatch[PolicyVersion], EmulatedClock]:
         if self._running is None:
-            raise EngineError("expected a running emulated engine, got one that is not started or has ended")
+            raise EngineError("expected a running emulated engine, got one that has not started or has ended")
         return self._running
 
     def _length(self, request: GenerationRequest) -> tuple[int, FinishReason]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
@@ -192,9 +193,15 @@ async def test_three_nodes_replicate_and_survive_the_loss_of_one(tmp_path: Path)
         await create_topic(servers, "replicated", replicas=3)
         admin = AIOKafkaAdminClient(bootstrap_servers=servers)
         await admin.start()
-        (partition,) = (await admin.describe_topics(["replicated"]))[0]["partitions"]
-        (described,) = await admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, "replicated")])
-        await admin.close()
+        try:
+            partitions: list[dict[str, Any]] = []
+            async with patience(20):
+                while not partitions:  # another node than the one that created the topic may not know it yet
+                    partitions = (await admin.describe_topics(["replicated"]))[0]["partitions"]
+            (described,) = await admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, "replicated")])
+        finally:
+            await admin.close()
+        (partition,) = partitions
         assert sorted(partition["replicas"]) == [1, 2, 3]
         settings = {entry[0]: entry[1] for entry in described.resources[0][4]}
         assert settings["min.insync.replicas"] == "2"

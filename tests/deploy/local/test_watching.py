@@ -125,9 +125,9 @@ async def test_without_a_terminal_there_is_the_run_s_progress_alone(tmp_path: Pa
 @pytest.mark.processes
 def test_what_is_printed_goes_to_the_file_and_then_to_the_terminal_again(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from streamrl.deploy.local.watching import printing_into\n"
+        "import sys; from pathlib import Path; from streamrl.deploy.local.watching import output_to_file\n"
         "print('before')\n"
-        "with printing_into(Path(sys.argv[1])): print('within')\n"
+        "with output_to_file(Path(sys.argv[1])): print('within')\n"
         "print('after')"
     )
     done = subprocess.run(

@@ -59,5 +59,5 @@ async def test_environments_are_made_on_trial(settings: Settings) -> None:
     assert await FEATURE.start.try_out(wanted) == "calculator, guess: loaded, nothing was played"
     assert await FEATURE.start.try_out(settings) is None
     wrong = {"names": ["guess"], "options": {"guess": {"number": 3}}}
-    with pytest.raises(UserError, match="options that environment guess takes"):
+    with pytest.raises(UserError, match="options that environment guess accepts"):
         await FEATURE.start.try_out(validated(tree | {"environments": wrong}))

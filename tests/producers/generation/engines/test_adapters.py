@@ -87,6 +87,6 @@ async def _ends_with_its_processes(engine: Any) -> None:
     with pytest.raises(EngineError, match="has ended"):
         await within(waiting, 30)
     with pytest.raises(
-        EngineError, match="got one that is not started or has ended: a process of vLLM's ended, which logged no error"
+        EngineError, match="got one that has not started or has ended: a vLLM process ended, it logged no error"
     ):
         await sample(engine, PROMPTS[1], max_completion_length=5)
