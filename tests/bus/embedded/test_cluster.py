@@ -193,17 +193,20 @@ async def test_three_nodes_replicate_and_survive_the_loss_of_one(tmp_path: Path)
         await create_topic(servers, "replicated", replicas=3)
         admin = AIOKafkaAdminClient(bootstrap_servers=servers)
         await admin.start()
+        topic = ConfigResource(ConfigResourceType.TOPIC, "replicated")
+        partitions: list[dict[str, Any]] = []
+        settings: dict[str, str] = {}
         try:
-            partitions: list[dict[str, Any]] = []
             async with patience(20):
-                while not partitions:  # another node than the one that created the topic may not know it yet
+                # Each request may go to another node, which may not know the new topic yet.
+                while not (partitions and settings):
                     partitions = (await admin.describe_topics(["replicated"]))[0]["partitions"]
-            (described,) = await admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, "replicated")])
+                    (described,) = await admin.describe_configs([topic])
+                    settings = {entry[0]: entry[1] for entry in described.resources[0][4]}
         finally:
             await admin.close()
         (partition,) = partitions
         assert sorted(partition["replicas"]) == [1, 2, 3]
-        settings = {entry[0]: entry[1] for entry in described.resources[0][4]}
         assert settings["min.insync.replicas"] == "2"
         await write(servers, "replicated", [b"one"])
         leader = partition["leader"] - 1
