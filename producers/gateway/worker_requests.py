@@ -221,7 +221,6 @@ class RequestServer:
     holds_up_leaving: bool = field(init=False, default=True)
     _places: asyncio.Semaphore = field(init=False)
     _idle: asyncio.Event = field(init=False, default_factory=asyncio.Event)
-    _runner: web.AppRunner | None = field(init=False, default=None)
     _open_requests: OpenRequests | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -248,17 +247,17 @@ class RequestServer:
         """
         app = web.Application(client_max_size=1024)
         app.router.add_get(PATH, self._serve)
-        self._open_requests = OpenRequests(app, 1.0)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
-        await self._runner.setup()
+        self._open_requests = OpenRequests(app, 1.0, handler_cancellation=True)
+        runner = self._open_requests.runner
+        await runner.setup()
         try:
-            await listen(self._runner, self.settings.host, 0)
+            await listen(runner, self.settings.host, 0)
         except OSError as error:
             raise UserError(
                 f"expected an address of this machine for gateways, got {self.settings.host} ({error.strerror}); "
                 "set generation.request_host"
             ) from error
-        host, port = self._runner.addresses[0][:2]
+        host, port = runner.addresses[0][:2]
         if ip_address(host).is_unspecified:
             # It listens on all addresses; gateways get the one that this machine's (or container's) name resolves to.
             host = socket.gethostbyname(socket.gethostname())
@@ -272,10 +271,9 @@ class RequestServer:
 
     async def close(self) -> None:
         """End all connections and their requests; idempotent."""
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            assert self._open_requests is not None, "opened together"
-            await self._open_requests.end(runner)
+        requests, self._open_requests = self._open_requests, None
+        if requests is not None:
+            await requests.end()
 
     def card(self) -> WorkerCard:
         """The status that gateways get once a second."""

@@ -29,16 +29,17 @@ async def listen(runner: web.AppRunner, host: str, port: int) -> None:
 
 
 class OpenRequests:
-    """The requests that an application is answering. Make it before the application is served; ``end`` ends the server.
+    """A runner for an application, and the requests that it is answering; ``end`` ends the runner's server.
 
     Invariant no_request_outlives_its_server: aiohttp cancels slow requests at the end, but does not wait for them. A
     request's thread could then still use a file or a database while its owner closes it.
 
-    ``grace_s``: seconds that requests get to end by themselves.
+    ``grace_s``: seconds that requests get to end by themselves. ``options``: further ones of ``web.AppRunner``.
     """
 
-    def __init__(self, app: web.Application, grace_s: float) -> None:
+    def __init__(self, app: web.Application, grace_s: float, **options: Any) -> None:
         self.grace_s = grace_s
+        self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=grace_s, **options)
         self._tasks = set[asyncio.Task[Any]]()
         app.middlewares.append(self._track)
 
@@ -50,17 +51,17 @@ class OpenRequests:
         task.add_done_callback(self._tasks.discard)
         return await handler(request)
 
-    async def end(self, runner: web.AppRunner) -> None:
+    async def end(self) -> None:
         """Close the application's server and all its connections. Returns when none of its requests is running.
 
         Raises:
             CancelledError: the caller was cancelled; the server has ended nevertheless.
         """
-        await to_its_end(self._end(runner))
+        await to_its_end(self._end())
 
-    async def _end(self, runner: web.AppRunner) -> None:
-        server, quiet_turns = runner.server, 0
-        for site in [*runner.sites]:
+    async def _end(self) -> None:
+        server, quiet_turns = self.runner.server, 0
+        for site in [*self.runner.sites]:
             await site.stop()
         # The requests end before aiohttp's own shutdown. That one gives requests time as well, but a request that ends
         # in the very turn in which this time is over fails there with InvalidStateError.
@@ -72,7 +73,7 @@ class OpenRequests:
             if self._tasks:
                 await self._end_requests(deadline)
                 quiet_turns = 0
-        await runner.cleanup()
+        await self.runner.cleanup()
         for _ in range(TURNS):  # for the tasks of the connections that were just closed
             await asyncio.sleep(0)
 

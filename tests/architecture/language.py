@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.architecture.sources import ROOT, files_of, parsed
+from tests.architecture.sources import FOR_TOOLS, ROOT, files_of, parsed
 
 LONG = 25
 """Words in a sentence from which on a reader may need to read it twice."""
@@ -31,11 +31,8 @@ DIALECT = re.compile(
     r"thereby|therein|whereof|once more|by itself)\b",
     re.IGNORECASE,
 )
-GENERATED = frozenset(
-    ("cli.md", "faults.md", "invariants.md", "run-figures.md", "settings.md", "sizes.md", "topics.md")
-)
-"""Pages of ``docs/`` that ``docs.generate`` writes from docstrings."""
-FOR_TOOLS = re.compile(r"#\s*(noqa|type:|pragma|ruff:|mypy:|fmt:)")
+GENERATED = "<!-- Written by `python -m docs.generate`"
+"""In each page of ``docs/`` that a program writes."""
 NOT_PROSE = re.compile(r"```.*?```|<!--.*?-->", re.DOTALL)
 
 
@@ -81,7 +78,7 @@ def language_of(root: Path) -> Language:
 
 def pages_by_hand(root: Path) -> list[Path]:
     """The pages of the manual that no program writes."""
-    return [path for path in sorted((root / "docs").rglob("*.md")) if path.name not in GENERATED]
+    return [path for path in sorted((root / "docs").rglob("*.md")) if GENERATED not in path.read_text()]
 
 
 def passages_of(root: Path) -> Iterator[Passage]:
@@ -104,9 +101,13 @@ def _of_module(path: str, text: str) -> Iterator[Passage]:
             ):
                 docstrings.add(id(each.value))
                 yield Passage(path, each.lineno, "docstring", each.value.value.strip())
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            text_of = node.value.strip()
-            yield from [Passage(path, node.lineno, "message", text_of)] if words(text_of) >= MESSAGE_WORDS else ()
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in docstrings
+            and words(node.value) >= MESSAGE_WORDS
+        ):
+            yield Passage(path, node.lineno, "message", node.value.strip())
     yield from _comments(path, text)
 
 

@@ -30,10 +30,9 @@ from pathlib import Path
 
 from benchmarks.conditions import rounded
 from tests.architecture.language import language_of
-from tests.architecture.sources import ROOT, files_of, package_of, parsed, room_of
+from tests.architecture.sources import FOR_TOOLS, ROOT, files_of, package_of, parsed, room_of
 
 RESULT = ROOT / "benchmarks" / "results" / "shape.json"
-FOR_TOOLS = re.compile(r"#\s*(noqa|type:|pragma|ruff:|mypy:)")
 OF_POLICIES = re.compile(
     r"\b(attach(ed|ment|ing)?|[Aa]ttachment|promotion|Promotion|served_as|Served|InstanceState|InstanceBeat|PolicySplit|arms?|"
     r"ArmShare|ArmWeights)\b"

@@ -2,6 +2,7 @@
 
 import ast
 import gc
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -10,6 +11,8 @@ from pathlib import Path
 from streamrl.settings.feature_folders import FOLDERS
 
 ROOT = Path(__file__).parents[2]
+FOR_TOOLS = re.compile(r"#\s*(noqa|type:|pragma|ruff:|mypy:|fmt:)")
+"""A comment that only speaks to a tool."""
 PACKAGES = (
     "schemas",
     "bus",

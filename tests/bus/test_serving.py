@@ -13,6 +13,14 @@ from streamrl.bus.waiting import in_thread
 from tests.fakes.waiting import until
 
 
+async def served(app: web.Application, grace_s: float) -> OpenRequests:
+    """An application that listens on a free port."""
+    requests = OpenRequests(app, grace_s)
+    await requests.runner.setup()
+    await listen(requests.runner, "127.0.0.1", 0)
+    return requests
+
+
 async def test_no_request_outlives_its_server() -> None:
     """One that is in a thread takes longer than the server waits for it, and ends before the server has."""
     begun, free, ended = threading.Event(), threading.Event(), list[str]()
@@ -28,14 +36,12 @@ async def test_no_request_outlives_its_server() -> None:
 
     app = web.Application()
     app.router.add_get("/", slow)
-    requests, runner = OpenRequests(app, 0.05), web.AppRunner(app, shutdown_timeout=0.05)
-    await runner.setup()
-    await listen(runner, "127.0.0.1", 0)
+    requests = await served(app, 0.05)
     async with aiohttp.ClientSession() as session:
-        asking = asyncio.create_task(session.get(f"http://127.0.0.1:{runner.addresses[0][1]}/"))
+        asking = asyncio.create_task(session.get(f"http://127.0.0.1:{requests.runner.addresses[0][1]}/"))
         await until(begun.is_set)
         asyncio.get_running_loop().call_later(0.3, free.set)
-        ending = asyncio.create_task(requests.end(runner))
+        ending = asyncio.create_task(requests.end())
         await asyncio.sleep(0.1)
         ending.cancel()
         await asyncio.wait([ending])
@@ -55,13 +61,11 @@ async def test_a_request_that_ends_as_its_time_is_over_ends_well(caplog: pytest.
 
     app = web.Application()
     app.router.add_get("/", answered)
-    requests, runner = OpenRequests(app, 0.2), web.AppRunner(app, shutdown_timeout=0.2)
-    await runner.setup()
-    await listen(runner, "127.0.0.1", 0)
+    requests = await served(app, 0.2)
     async with aiohttp.ClientSession() as session:
-        asking = asyncio.create_task(session.get(f"http://127.0.0.1:{runner.addresses[0][1]}/"))
+        asking = asyncio.create_task(session.get(f"http://127.0.0.1:{requests.runner.addresses[0][1]}/"))
         await asked.wait()
-        ending = asyncio.create_task(requests.end(runner))
+        ending = asyncio.create_task(requests.end())
         await asyncio.sleep(0.05)
         time.sleep(0.3)  # so that one turn of the event loop comes after both times
         await ending
@@ -79,13 +83,13 @@ async def test_a_start_that_is_cancelled_at_any_moment_leaves_no_server(after: i
     with socket.create_server(("127.0.0.1", 0)) as chosen:
         port: int = chosen.getsockname()[1]
     app = web.Application()
-    requests, runner = OpenRequests(app, 1.0), web.AppRunner(app, shutdown_timeout=1.0)
-    await runner.setup()
-    starting = asyncio.create_task(listen(runner, "127.0.0.1", port))
+    requests = OpenRequests(app, 1.0)
+    await requests.runner.setup()
+    starting = asyncio.create_task(listen(requests.runner, "127.0.0.1", port))
     await turns(after)
     starting.cancel()
     await asyncio.wait([starting])
-    await requests.end(runner)
+    await requests.end()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
 
@@ -95,12 +99,10 @@ async def test_a_start_that_is_cancelled_at_any_moment_leaves_no_server(after: i
 @pytest.mark.parametrize("after", range(12))
 async def test_who_connects_in_the_last_moment_leaves_no_task(after: int) -> None:
     app = web.Application()
-    requests, runner = OpenRequests(app, 1.0), web.AppRunner(app, shutdown_timeout=1.0)
-    await runner.setup()
-    await listen(runner, "127.0.0.1", 0)
-    with socket.create_connection(runner.addresses[0][:2]) as client:
+    requests = await served(app, 1.0)
+    with socket.create_connection(requests.runner.addresses[0][:2]) as client:
         client.sendall(b"GET / HTTP/1.1\r\nHost: us\r\n\r\n")
         await turns(after)
-        await requests.end(runner)
+        await requests.end()
         assert asyncio.all_tasks() == {asyncio.current_task()}
     gc.collect()

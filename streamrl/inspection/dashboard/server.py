@@ -335,10 +335,10 @@ async def _serve_until(
     # As rarely as all other work of this process next to a busy run.
     context.follower.every_s = lambda: FOLLOW_EVERY_S * pace.seconds()
     app = build_app(context, stop, host, pace.seconds)
-    requests, runner = OpenRequests(app, 1.0), web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
+    requests = OpenRequests(app, 1.0)
+    await requests.runner.setup()
     try:
-        address = await bind(runner, host, port)
+        address = await bind(requests.runner, host, port)
         print(f"{connection.run} at {address}  (Ctrl-C stops it)", flush=True)
         if open_browser:
             await in_thread(webbrowser.open, address)
@@ -357,7 +357,7 @@ async def _serve_until(
     finally:
         stop.set()
         try:
-            await requests.end(runner)
+            await requests.end()
             await context.follower.history.close()
         finally:
             context.index.close()

@@ -81,14 +81,14 @@ class Relay:
         """
         (self.copies.root if self.copies is not None else self.store.root).mkdir(parents=True, exist_ok=True)
         app = self.application()
-        requests, runner = OpenRequests(app, 2.0), web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
-        await runner.setup()
+        requests = OpenRequests(app, 2.0)
+        await requests.runner.setup()
         try:
             try:
-                await listen(runner, self.settings.host, self.settings.port)
+                await listen(requests.runner, self.settings.host, self.settings.port)
             except OSError as error:
                 raise _taken(self.settings, error) from error
-            log.info("relay ready", address=runner.addresses, store=self.store.root.name)
+            log.info("relay ready", address=requests.runner.addresses, store=self.store.root.name)
             async with asyncio.TaskGroup() as tasks:
                 tidying = tasks.create_task(self._tidy_loop())
                 if self.loops is not None:
@@ -96,7 +96,7 @@ class Relay:
                 await stop.wait()
                 tidying.cancel()
         finally:
-            await requests.end(runner)
+            await requests.end()
         # Not after a failure: if the port was taken, another relay may serve the same store.
         if self.copies is None:
             for store in (self.store, *self._series.values()):
