@@ -32,7 +32,28 @@ RENAMED = {
 """Former names of keys and sections. Loading refuses them and names the new ones."""
 
 REMOVED = {
+    # [algorithm]
+    # [batching]
+    # [coordinator]
+    # [data]
+    # [dispatch]
+    # [emulation]
+    # [environments]
+    # [evaluation]
+    # [gateway]
+    # [generation]
+    # [ingest]
     "ingest.group_timeout_s": "a group closes when its last sample arrives, or when the dispatcher abandons it",
+    # [kafka]
+    # [lengths]
+    # [loop]
+    # [metrics]
+    # [relay]
+    # [rewards]
+    # [run]
+    # [scaling]
+    # [sender]
+    # [training]
 }
 """Removed keys, each with the behaviour that replaced it."""
 
