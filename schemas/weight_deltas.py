@@ -130,10 +130,10 @@ def _apply_block(file: BinaryIO, block: Integers) -> None:
         raise WeightsError("expected another block in a difference of weights, got the end of the file")
     kind, count, length = _BLOCK.unpack(head)
     payload = file.read(length)
-    if kind == UNCHANGED:
-        return
     if len(payload) != length or count > len(block) or kind > DENSE:
         raise WeightsError("expected a whole block in a difference of weights, got a damaged one")
+    if kind == UNCHANGED:
+        return
     take = _unpacking(payload)
     if kind == SPARSE:
         places = np.cumsum(take(UNITS[4], count), dtype=np.int64)

@@ -92,3 +92,12 @@ def test_a_damaged_one_is_refused(tmp_path: Path, damage: str) -> None:
         # zstd checks nothing here: a byte of its content may be another without a complaint, and the sum says so.
         assert made != hashlib.sha256(new.tobytes()).hexdigest()
         raise WeightsError("expected other bytes")
+
+
+def test_an_unchanged_block_that_promises_bytes_is_damaged(tmp_path: Path) -> None:
+    content = np.arange(50, dtype="<u2").tobytes()
+    (tmp_path / "a").write_bytes(content)
+    block = weight_deltas._BLOCK.pack(weight_deltas.UNCHANGED, 0, 5)
+    (tmp_path / "d").write_bytes(weight_deltas._HEADER.pack(weight_deltas.MAGIC, 2, len(content)) + block)
+    with pytest.raises(WeightsError, match="damaged"):
+        apply_deltas(tmp_path / "a", [tmp_path / "d"], tmp_path / "c")
