@@ -287,6 +287,10 @@ class SkipReason(StrEnum):
         return cls.OTHER if isinstance(value, str) else None
 
 
+ENDS_GROUP = frozenset({SkipReason.ZERO_ADVANTAGE})
+"""Reasons that are given to whole groups only, so that one row ends its group, whatever became of other samples."""
+
+
 class SkipRecord(Message):
     """Trainer → skips topic: a record that was not trained, and the reason.
 

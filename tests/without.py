@@ -97,8 +97,9 @@ def take_out(root: Path, folder: str) -> None:
     for name in IMPORTED:
         (root / START / name).symlink_to(root / name)
     place = Path(*folder.split("."))
-    for path in (root / "streamrl" / place, root / "tests" / place):
-        shutil.rmtree(path.resolve())
+    shutil.rmtree((root / "streamrl" / place).resolve())
+    if (tests := root / "tests" / place).is_dir():
+        shutil.rmtree(tests)
 
 
 def _types(root: Path) -> Result:

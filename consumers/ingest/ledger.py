@@ -29,10 +29,10 @@ from streamrl.consumers.ingest.groups import ClosedGroup, Rejection
 from streamrl.consumers.ingest.rejections import RejectionWriter
 from streamrl.schemas.errors import LifecycleError
 from streamrl.schemas.identifiers import group_id_of, sample_index_of
-from streamrl.schemas.reports import RecordRef, SkipReason
+from streamrl.schemas.reports import ENDS_GROUP, RecordRef, SkipReason
 from streamrl.schemas.trajectories import Part
 
-WHOLE_GROUP = frozenset({SkipReason.GROUP_INCOMPLETE, SkipReason.ZERO_ADVANTAGE})
+WHOLE_GROUP = ENDS_GROUP | {SkipReason.GROUP_INCOMPLETE}
 """Reasons that tell readers that a group has ended, even if they know nothing about its other samples."""
 CHUNK = 4096
 """Groups that share an integer: half a kilobyte is copied when one of them ends."""

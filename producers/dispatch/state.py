@@ -27,7 +27,7 @@ from streamrl.schemas.identifiers import PolicyVersion, make_trajectory_id, part
 from streamrl.schemas.lineage import SurvivingSteps
 from streamrl.schemas.messages import Message
 from streamrl.schemas.profiles import DEFAULT_CURVE, DecodeCurve
-from streamrl.schemas.reports import Heartbeat, SkipReason, SkipRecord, StepReport, WorkerState
+from streamrl.schemas.reports import ENDS_GROUP, Heartbeat, SkipReason, SkipRecord, StepReport, WorkerState
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.trajectories import (
     FinishedCompletion,
@@ -350,7 +350,7 @@ class DispatchState:
         The samples of a group that a resumed trainer reads again are not known, so its first skip counts for all.
         Late samples of a group that will still be trained are skipped as ``group_incomplete`` too.
         """
-        if skip.reason is SkipReason.ZERO_ADVANTAGE or self.flights.get(group_id) is None:
+        if skip.reason in ENDS_GROUP or self.flights.get(group_id) is None:
             return True
         sample = skip.trajectory_id or f"{skip.partition}@{skip.offset}"
         return self.flights.skip(group_id, sample, skip.step, closed=skip.reason is SkipReason.GROUP_INCOMPLETE)
