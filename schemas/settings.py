@@ -1,6 +1,6 @@
 """The settings that producers and consumers must agree on. A package's own settings live in that package."""
 
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -32,8 +32,15 @@ class Section(BaseModel):
         return {name: None if name in unset and value == unset[name] else value for name, value in values.items()}
 
 
+class Table(Section):
+    """A part of a section that counts as one setting: who sets it replaces measured values, usually by a profile."""
+
+
 class LoopSettings(Section):
     """``[loop]``: the shape of the loop. Names are TRL's where TRL has one."""
+
+    shards: ClassVar[int] = 2
+    """Partitions per length bucket. No setting: a trainer reads all of them, and two keep several graders busy."""
 
     groups_per_step: Annotated[int, Field(ge=1, description="Prompts (groups) in one optimizer step.")] = 32
     num_generations: Annotated[int, Field(ge=1, description="Completions sampled per prompt.")] = 8
@@ -75,7 +82,6 @@ class LoopSettings(Section):
         tuple[int, ...],
         Field(description="Ascending output lengths in tokens that separate the length buckets; n make n + 1 buckets."),
     ] = (64, 256, 1024)
-    shards: Annotated[int, Field(ge=1, le=64, description="Partitions per length bucket.")] = 2
     heartbeat_timeout_s: Annotated[
         float,
         Field(gt=0, description="Seconds of silence after which a worker or relay is lost and its orders move on."),

@@ -23,7 +23,8 @@ MEDIAN_TOKENS, P99_OVER_MEDIAN, MOST_TOKENS = 160.0, 3.0, 1000
 TRAIN_RATIO = 0.5
 """Training time of a token, of its generation time: workers are the slower side, and late consumers catch up."""
 CHUNK_TOKENS = 20
-HEARTBEAT_S = 0.5
+HEARTBEAT_TIMEOUT_S = 4.0
+"""So that workers send heartbeats every half second."""
 PROMPTS = 20_000
 WORKLOAD = (
     f"{WORKERS} workers of {SLOTS} slots, {TOKENS_PER_S:,.0f} tokens/s by their curve; steps of {GROUPS} groups of "
@@ -46,9 +47,10 @@ def settings_tree(
             "max_staleness": max_staleness,
             "max_completion_length": MOST_TOKENS,
             "bucket_boundaries": [MOST_TOKENS // 4],
+            "heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S,
         },
         "algorithm": {"name": algorithm, "dynamic_sampling": False},
-        "generation": {"engine": "emulated", "max_num_seqs": SLOTS, "heartbeat_interval_s": HEARTBEAT_S},
+        "generation": {"engine": "emulated", "max_num_seqs": SLOTS},
         "training": {"backend": "emulated", "max_steps": steps, "checkpoint_every": NEVER},
         "emulation": {
             "time_scale": 1.0,

@@ -18,6 +18,7 @@ from streamrl.consumers.batching.micro_batches import (
 )
 from streamrl.consumers.batching.settings import BatchingSettings
 from streamrl.consumers.training.metrics import PaddingMetrics
+from streamrl.schemas.settings import LoopSettings
 
 RANKS = (2, 4, 8)
 Way = Callable[[Sequence[TrainingSample], BatchingSettings], list[MicroBatch]]
@@ -105,7 +106,7 @@ def try_out(way: Way, arrivals: Sequence[TrainingSample], settings: BatchingSett
     model = CostModel.of(settings)
     padding = PaddingMetrics()
     for batch in batches:
-        padding.observe(batch, shards=1)
+        padding.observe(batch, shards=LoopSettings.shards)
     found = padding.summary()
     costs = [_cost(model, *batch.input_ids.shape) for batch in batches]
     useful = sum(float(model.of_sequences(batch.lengths).sum()) for batch in batches)

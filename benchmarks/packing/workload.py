@@ -26,7 +26,7 @@ class Workload:
 
     def arrivals(self, seed: int) -> list[TrainingSample]:
         """All of them, in an order drawn from the seed; the completions are the same for each seed."""
-        loop = LoopSettings(bucket_boundaries=self.boundaries, shards=1)
+        loop = LoopSettings(bucket_boundaries=self.boundaries)
         found = [self._sample(index, loop) for index in range(self.samples)]
         Random(f"{self.name}/{seed}").shuffle(found)
         return found

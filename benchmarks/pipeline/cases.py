@@ -101,8 +101,7 @@ def configuration(case: Case, *, run: str, directory: Path, prompts: Path, addre
     """A run of the case over the prompts of a file, on a broker that is there."""
     work = case.workload
     known: dict[str, Any] = {"predictor": {"learned": "learned", "none": "constant"}.get(case.lengths, "trace")}
-    if case.lengths == "paper_recall":
-        known["trace_noise"] = noise_of(replace(work, group=1, name=""))
+    noise = noise_of(replace(work, group=1, name="")) if case.lengths == "paper_recall" else 0.0
     tree: dict[str, Any] = {
         "run": {"name": run, "directory": str(directory), "workers": work.workers, "seed": seed},
         "kafka": {"bootstrap_servers": address},
@@ -128,6 +127,7 @@ def configuration(case: Case, *, run: str, directory: Path, prompts: Path, addre
                 "source": "column",
                 "max_tokens": work.cap,
                 "prompt_characters_per_token": CHARACTERS_PER_TOKEN,
+                "prediction_noise": noise,
             },
             "training": {
                 "forward_backward_s_per_token": work.train_s_per_token,

@@ -161,7 +161,13 @@ def build_dispatcher(settings: Settings, context: ProcessContext) -> "Dispatcher
         loop=settings.loop,
         settings=settings.dispatch,
         source=open_source(settings.data, run_seed=settings.run.seed),
-        predictor=build_predictor(settings.lengths, settings.loop, _trace(settings), predictors()),
+        predictor=build_predictor(
+            settings.lengths,
+            settings.loop,
+            _trace(settings),
+            predictors(),
+            settings.emulation.lengths.prediction_noise,
+        ),
         roles=OtherRoles(
             curve=decode_curve(settings),
             curves=worker_curves(settings),
@@ -222,7 +228,6 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
         rewards=rewards,
         fetcher=WeightsFetcher(
             weights_cache(settings),
-            settings.generation.fetch_timeout_s,
             offset=partition_of_worker(context.name),  # workers start at different relays
             sender=sending.address,
         ),

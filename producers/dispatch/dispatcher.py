@@ -23,7 +23,7 @@ from streamrl.bus.clocks import Clocks
 from streamrl.bus.listening import HeartbeatReader
 from streamrl.bus.port import Bus, Outgoing, Subscription, TransactionalPublisher, message_of
 from streamrl.bus.waiting import in_thread
-from streamrl.producers.dispatch.fleet import Candidate, Flight
+from streamrl.producers.dispatch.fleet import MAX_ATTEMPTS, Candidate, Flight
 from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispatch
 from streamrl.producers.dispatch.recovery import CLIENT_ID, rebuild
 from streamrl.producers.dispatch.repack import Repacker
@@ -41,6 +41,12 @@ from streamrl.schemas.trajectories import PartialSource, Prompt, ReleaseOrder, W
 
 log = structlog.get_logger()
 
+POLL_S = 0.25
+"""Longest wait in seconds for new records. Also the shortest time between two checks for lost orders."""
+ORDERS_PER_TURN = 512
+"""Most orders in one transaction. Between two turns the dispatcher reads heartbeats and results."""
+LOG_INTERVAL_S = 10.0
+"""Seconds between two progress lines in the log."""
 TURN_BYTES = 8 << 20
 """Most bytes of work orders in one transaction: a commit must end well within its time-out, and turns must be short."""
 RETRY_S = 0.5
@@ -59,7 +65,8 @@ class Dispatcher:
     from the topics.
 
     ``on_tick`` is called with the loop's name at every turn of a loop. ``policies`` makes the object that answers
-    questions about the policies that share the stream; the default is for one policy.
+    questions about the policies that share the stream; the default is for one policy. ``poll_s``, ``orders_per_turn``
+    and ``max_attempts`` are no settings of a run; tests shorten them.
     """
 
     bus: Bus
@@ -72,6 +79,9 @@ class Dispatcher:
     roles: OtherRoles = field(default_factory=OtherRoles)
     on_tick: Callable[[str], None] = lambda name: None
     policies: Callable[[], PolicyDispatch] = OnePolicyDispatch
+    poll_s: float = field(default=POLL_S, init=False)
+    orders_per_turn: int = field(default=ORDERS_PER_TURN, init=False)
+    max_attempts: int = field(default=MAX_ATTEMPTS, init=False)
     state: DispatchState = field(init=False)
     scheduler: Schedulers = field(init=False)
     repacker: Repacker = field(init=False)
@@ -83,7 +93,7 @@ class Dispatcher:
 
     def _reset(self) -> None:
         self.state = DispatchState(self.loop, self.settings, self.predictor, self.roles, self.policies())
-        self.repacker = Repacker(self.state, self.settings.repack_payback)
+        self.repacker = Repacker(self.state)
         self.scheduler = Schedulers(self.state, self.settings)
         self._prefetcher = PromptPrefetcher(
             self.source, self.predictor, self.clocks.monotonic, lambda: self.on_tick("dispatch")
@@ -143,7 +153,7 @@ class Dispatcher:
             self.on_tick("dispatch")
             before = listening.polled_at
             # No waiting while there is more to send.
-            records = await listening.poll(0.0 if has_more else self.settings.poll_s)
+            records = await listening.poll(0.0 if has_more else self.poll_s)
             polled_at = listening.polled_at
             if self.state.mode != "run":  # time in which nothing is ordered must not make orders late
                 self.state.flights.extend(max(0.0, polled_at - before - listening.given_back))
@@ -159,7 +169,7 @@ class Dispatcher:
                 reorders = self._reorders()
                 new, has_more = await self._new_orders(stop)
                 await self._commit(publisher, reorders + new + self._releases(), stop)
-            if polled_at - logged_at >= self.settings.log_interval_s:
+            if polled_at - logged_at >= LOG_INTERVAL_S:
                 logged_at = polled_at
                 log.info("dispatch progress", **self.status().fields())
 
@@ -170,14 +180,14 @@ class Dispatcher:
         """
         orders: list[Outgoing] = []
         checked_at = self.clocks.monotonic()
-        if checked_at - self._checked_at < self.settings.poll_s:  # each check reads all groups in flight
+        if checked_at - self._checked_at < self.poll_s:  # each check reads all groups in flight
             return orders
         self._checked_at = checked_at
         for flight in self.state.take_from_lost_workers(self._checked_at):
             now = self.clocks.monotonic()
             group_id = flight.order.group_id
             # After so many lost workers the prompt itself is the likely cause.
-            if flight.lost + 1 >= self.settings.max_attempts and not flight.is_released:
+            if flight.lost + 1 >= self.max_attempts and not flight.is_released:
                 log.error("group given up", group=group_id, attempts=flight.lost + 1)
                 topic, partition = TRAJECTORIES.full_name(self.run_name), flight.order.partition
                 aborted = self.state.give_up(flight, now, self.clocks.time_of_day())
@@ -216,7 +226,7 @@ class Dispatcher:
             scheduler.add(await self._prefetcher.draw(self.state.positions.next(wanted)))
         if scheduler.wants_plan():
             await self._plan()
-        while len(orders) < self.settings.orders_per_turn and size <= TURN_BYTES:
+        while len(orders) < self.orders_per_turn and size <= TURN_BYTES:
             if stop.is_set() or (found := scheduler.next()) is None:
                 return orders, bool(scheduler.wanted()) or await self._draw_ahead()
             pending, worker = found

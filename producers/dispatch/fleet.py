@@ -15,6 +15,10 @@ from streamrl.schemas.messages import is_compatible_wire_version
 from streamrl.schemas.reports import Heartbeat, ReleasedOrder, WorkerState
 from streamrl.schemas.trajectories import WorkOrder
 
+MAX_ATTEMPTS = 10
+"""Orders of a group, each lost, after which its missing samples are given up. So many losses are the prompt's fault."""
+OVERCOMMIT = 1.25
+"""Sequences ordered per worker, as a multiple of its slots: enough that no slot waits for its next order."""
 ABSENT_TIMEOUTS = 3
 """Heartbeat time-outs after which an order is lost if its worker's heartbeats do not name it. Reading the order may
 take one, and the next heartbeats, or the order's last trajectory, may be late."""

@@ -31,6 +31,8 @@ from streamrl.schemas.profiles import DecodeCurve
 from streamrl.schemas.reports import Heartbeat
 from streamrl.schemas.trajectories import ReleaseOrder
 
+PAYBACK = 16.0
+"""A move must free this many times the worker time that its prefill costs, because expected lengths are uncertain."""
 REPACK_EVERY_S = 1.0
 """Seconds between two plans: a plan is cheap, and a tail found one second later has cost only a second."""
 KNEE = 2.0
@@ -160,7 +162,7 @@ class Repacker:
     """
 
     state: DispatchState
-    payback: float
+    payback: float = PAYBACK
     planned: int = 0
     _pending: dict[str, tuple[Move, float]] = field(default_factory=dict)
     _planned_at: float = float("-inf")

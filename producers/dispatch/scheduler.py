@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from streamrl.producers.dispatch.fleet import Candidate
+from streamrl.producers.dispatch.fleet import OVERCOMMIT, Candidate
 from streamrl.producers.dispatch.plans import Item, Objective, Plan, WorkerCapacity, fits_cache, predicted_s
 from streamrl.producers.dispatch.progress import Remaining
 from streamrl.producers.dispatch.settings import DispatchSettings
@@ -35,6 +35,8 @@ from streamrl.producers.dispatch.strategies import STRATEGIES, full_rate, skewne
 from streamrl.schemas.profiles import DecodeCurve
 from streamrl.schemas.trajectories import LengthEstimate, Prompt
 
+WEIGHT_SYNC_TIMEOUT_S = 5.0
+"""Most seconds that a window waits until all workers have new weights, with a staleness bound of 0 or 1."""
 OUTGROWN_CHECK_S = 0.1
 """Seconds between two checks for completions that outgrew their estimates: each check reads all running ones."""
 TOLERANCE = 1.05
@@ -227,9 +229,7 @@ class Scheduler:
         self._waiting_since: float | None = None
         self._blocked_since: dict[str, float] = {}
         self.plans = 0
-        self.queues = WorkerQueues(
-            state.progress.curve_of, settings.overcommit, self._remaining, is_static=self._is_static
-        )
+        self.queues = WorkerQueues(state.progress.curve_of, OVERCOMMIT, self._remaining, is_static=self._is_static)
 
     def begin_turn(self, now: float) -> None:
         """Read the workers' present state, and return the prompts of workers that cannot take orders to the pool."""
@@ -248,19 +248,19 @@ class Scheduler:
         for queue in list(self.queues):
             # A blocked worker's weights are too old for admission. A short wait is cheaper than a new plan.
             blocked_s = now - self._blocked_since.get(queue.worker_id, now)
-            if queue.worker_id not in ready or (admissible and blocked_s > self._settings.weight_sync_timeout_s):
+            if queue.worker_id not in ready or (admissible and blocked_s > WEIGHT_SYNC_TIMEOUT_S):
                 self.queues.release(queue.worker_id)
 
     def wanted(self) -> int:
         """How many prompts to draw now: 0 if some are unsent, no worker has room, or workers still adopt weights."""
         admissible = self._admissible()
-        samples, overcommit = self._loop.num_generations, self._settings.overcommit
+        samples, overcommit = self._loop.num_generations, OVERCOMMIT
         if len(self.queues) or not any(worker.has_room(samples, overcommit) for worker in admissible):
             return 0
         # The window is sent at once, so a worker that cannot take part yet would idle until the next one.
         if self._loop.staleness_bound <= 1 and len(admissible) < len(self._ready):
             self._waiting_since = self._turn_at if self._waiting_since is None else self._waiting_since
-            if self._turn_at - self._waiting_since < self._settings.weight_sync_timeout_s:
+            if self._turn_at - self._waiting_since < WEIGHT_SYNC_TIMEOUT_S:
                 return 0
         self._waiting_since = None
         # As many as the newest weights allow; admission is checked again for each order.

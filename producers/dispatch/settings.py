@@ -30,14 +30,6 @@ class DispatchSettings(Section):
             "Each worker's speed relative to its curve is learned from its completions."
         ),
     ] = {}
-    weight_sync_timeout_s: Annotated[
-        float,
-        Field(
-            ge=0,
-            description="With a staleness bound of 0 or 1: longest time that a window waits until all workers have new "
-            "weights.",
-        ),
-    ] = 5.0
     repack: Annotated[
         bool,
         Field(
@@ -45,18 +37,6 @@ class DispatchSettings(Section):
             "workers. Needs generation.adopt = idle and generation.partial_trajectories = durable."
         ),
     ] = False
-    repack_payback: Annotated[
-        float,
-        Field(
-            ge=1,
-            description="A move is made only if the worker time that it frees is this many times the time of its "
-            "prefill.",
-        ),
-    ] = 16.0
-    overcommit: Annotated[
-        float,
-        Field(ge=1.0, le=8.0, description="Sequences ordered per worker, as a multiple of its slots."),
-    ] = 1.25
     order_timeout_s: Annotated[
         float,
         Field(
@@ -64,7 +44,3 @@ class DispatchSettings(Section):
             description="An order without progress for this time goes to another worker; doubles with each attempt.",
         ),
     ] = 300.0
-    max_attempts: Annotated[int, Field(ge=1, description="Times a group is ordered before it is given up.")] = 10
-    orders_per_turn: Annotated[int, Field(ge=1, description="Orders sent between two looks at the topics.")] = 512
-    poll_s: Annotated[float, Field(gt=0, le=5, description="Longest wait for new records on the topics.")] = 0.25
-    log_interval_s: Annotated[float, Field(gt=0, description="Time between two progress lines in the log.")] = 10.0

@@ -9,6 +9,7 @@ from typing import Literal
 from streamrl.producers.dispatch.admission import HISTORY_STEPS, AdmissionLedger
 from streamrl.producers.dispatch.fleet import (
     ABSENT_TIMEOUTS,
+    OVERCOMMIT,
     Candidate,
     Flight,
     FlightTable,
@@ -509,9 +510,7 @@ class DispatchState:
         candidates = [
             candidate
             for candidate in self.candidates(now)
-            if candidate.policy == policy
-            and candidate.has_room(samples, self._settings.overcommit)
-            and fits(candidate.version)
+            if candidate.policy == policy and candidate.has_room(samples, OVERCOMMIT) and fits(candidate.version)
         ]
         # The worker that lost the group is better than none.
         candidates = [candidate for candidate in candidates if candidate.worker_id != other_than] or candidates

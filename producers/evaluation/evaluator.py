@@ -22,7 +22,7 @@ from streamrl.bus.clocks import Clocks
 from streamrl.bus.listening import HeartbeatReader
 from streamrl.bus.port import Bus, Outgoing, Subscription, TransactionalPublisher, message_of
 from streamrl.bus.waiting import in_thread
-from streamrl.producers.dispatch.fleet import LiveWorkers
+from streamrl.producers.dispatch.fleet import MAX_ATTEMPTS, LiveWorkers
 from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispatch
 from streamrl.producers.dispatch.recovery import Positions, history
 from streamrl.producers.dispatch.settings import DispatchSettings
@@ -83,6 +83,7 @@ class Evaluator:
     """The evaluator, one per run. ``metrics``: path of ``metrics.jsonl``.
 
     ``policies``: creates the view of the policies that share the stream; by default there is one policy.
+    ``max_attempts`` is no setting of a run; tests lower it.
     """
 
     bus: Bus
@@ -94,6 +95,7 @@ class Evaluator:
     clocks: Clocks = field(default_factory=Clocks)
     on_tick: Callable[[str], None] = lambda name: None
     policies: Callable[[], PolicyDispatch] = OnePolicyDispatch
+    max_attempts: int = field(default=MAX_ATTEMPTS, init=False)
     state: EvaluationState = field(init=False)
     workers: LiveWorkers = field(init=False)
     reports: list[EvaluationReport] = field(init=False, default_factory=list)
@@ -136,7 +138,7 @@ class Evaluator:
         """Rebuild the state from the topics: reports, steps, and samples of the newest weights. Returns the position in
         the steps.
         """
-        self.state = EvaluationState(prompts, self.task.settings, self.dispatch.max_attempts)
+        self.state = EvaluationState(prompts, self.task.settings, self.max_attempts)
         self.reports = []
         async for message in self._history(EVALUATIONS, {}):
             if isinstance(message, EvaluationReport):

@@ -30,7 +30,6 @@ from streamrl.producers.gateway.sessions import SessionBook
 from streamrl.producers.gateway.settings import GatewaySettings
 from streamrl.producers.generation.outbox import Outbox
 from streamrl.producers.lengths.predictor import ObservedQuantiles
-from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.control import Control
 from streamrl.schemas.errors import BusError
 from streamrl.schemas.messages import Message
@@ -69,7 +68,6 @@ class Gateway:
     run_name: str
     model: ServedModel
     settings: GatewaySettings
-    lengths: LengthSettings
     secret: str
     directory: Path
     lone_refusal: str = ""
@@ -101,7 +99,7 @@ class Gateway:
 
     def app(self) -> ASGIApp:
         """This gateway's HTTP interface."""
-        predictor = ObservedQuantiles(self.lengths, self.model.loop)
+        predictor = ObservedQuantiles(self.model.loop)
         service = CompletionService(self.model, self.settings, self.pool, predictor, self.desk, self.observers.calls)
         return build_app(service, KeyRing(self.keys, self.settings.require_key), self.observers.requests)
 

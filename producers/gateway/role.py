@@ -41,12 +41,11 @@ def _gateway_of(settings: "Settings") -> "GatewaySettings":
 
 def _request_slots(settings: "Settings") -> int:
     """Slots that each worker keeps for gateways' requests."""
-    generation = settings.generation
+    slots = settings.generation.max_num_seqs
     if settings.data.requests_only:
-        return generation.max_num_seqs
-    if generation.request_slots is not None:
-        return generation.request_slots
-    return max(1, generation.max_num_seqs // 4) if _gateway_of(settings).enabled else 0
+        return slots
+    # A quarter: requests seldom come as many at a time as orders, and each waits for a slot of its own only.
+    return max(1, slots // 4) if _gateway_of(settings).enabled else 0
 
 
 def build_gateway(settings: "Settings", context: "ProcessContext") -> "Role":
@@ -65,15 +64,13 @@ def build_gateway(settings: "Settings", context: "ProcessContext") -> "Role":
 
     if not _request_slots(settings):
         raise SettingsError(
-            "expected workers that take requests, got none: set gateway.enabled for gateway and workers, or "
-            "generation.request_slots"
+            "expected workers that take requests, got none: set gateway.enabled for gateway and workers"
         )
     gateway = Gateway(
         bus=context.bus,
         run_name=settings.run.name,
         model=_served_model(settings),
         settings=_gateway_of(settings),
-        lengths=settings.lengths,
         secret=_request_secret(settings),
         directory=RunDirectory(settings.run.path).gateway,
         lone_refusal=lone_refusal(settings.algorithm.name),
@@ -141,7 +138,7 @@ def _check_settings(settings: "Settings") -> None:
     elif (slots := _request_slots(settings)) >= settings.generation.max_num_seqs:
         raise SettingsError(
             f"expected generation.max_num_seqs ({settings.generation.max_num_seqs}) above the slots for requests, got "
-            f"{slots} of those: work orders would have no slot; raise it, or lower generation.request_slots"
+            f"{slots} of those: work orders would have no slot; raise it"
         )
 
 

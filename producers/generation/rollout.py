@@ -111,7 +111,10 @@ class WorkerLoad:
 
 @dataclass
 class Rollout:
-    """Makes one worker's trajectories. ``load`` counts them. ``places``: entered while a sample is in the engine."""
+    """Makes one worker's trajectories. ``load`` counts them. ``places``: entered while a sample is in the engine.
+
+    ``chunk_tokens``: tokens of a completion that the engine gathers at once; None: as many as it usually does.
+    """
 
     engine: Engine
     tokenizer: Tokenizer
@@ -121,6 +124,7 @@ class Rollout:
     tokens: "TokenStream | None" = None
     clock: Callable[[], float] = time.time
     places: "AbstractAsyncContextManager[None]" = field(default_factory=nullcontext)
+    chunk_tokens: int | None = None
 
     async def sample(
         self,
@@ -140,7 +144,10 @@ class Rollout:
             EngineError: the engine failed twice, or returned an invalid completion.
         """
         trajectory_id = make_trajectory_id(order.group_id, sample_index)
-        request = GenerationRequest(trajectory_id, prompt_token_ids, _own_seed(order, trajectory_id), order.prompt)
+        sampling = _own_seed(order, trajectory_id)
+        request = GenerationRequest(
+            trajectory_id, prompt_token_ids, sampling, order.prompt, chunk_tokens=self.chunk_tokens
+        )
         completion = SampledCompletion() if completion is None else completion
         started_at = self.clock()
         # It is complete already if its earlier worker ended during scoring.

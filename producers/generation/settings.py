@@ -56,9 +56,6 @@ class GenerationSettings(Section):
     enforce_eager: Annotated[
         bool | None, Field(description="vLLM: no graph compilation; by default on for a CPU, off for a GPU.")
     ] = None
-    chunk_tokens: Annotated[
-        int, Field(ge=1, description="Tokens of a completion that an engine gathers before the worker gets them.")
-    ] = 32
     adopt: Annotated[
         Literal["in_flight", "recompute", "idle"],
         Field(
@@ -76,21 +73,6 @@ class GenerationSettings(Section):
             "another worker can continue after one was lost, drained or stopped, even if everything restarts."
         ),
     ] = "off"
-    partial_chunk_tokens: Annotated[
-        int, Field(ge=1, description="durable: new tokens of a completion after which they are written.")
-    ] = 256
-    partial_chunk_s: Annotated[
-        float, Field(gt=0, description="durable: time after which fewer tokens are written, too.")
-    ] = 2.0
-    request_slots: Annotated[
-        int | None,
-        Field(
-            ge=0,
-            le=4096,
-            description="Slots of max_num_seqs that are kept for gateways' requests, which work orders do not use; "
-            "unset: a quarter with gateway.enabled, else none.",
-        ),
-    ] = None
     request_host: Annotated[
         str,
         Field(
@@ -105,27 +87,6 @@ class GenerationSettings(Section):
             "they run on several machines."
         ),
     ] = None
-    heartbeat_interval_s: Annotated[float, Field(gt=0, le=60, description="Seconds between heartbeats.")] = 1.0
-    fencing_timeout_s: Annotated[
-        float,
-        Field(
-            gt=0,
-            description="A worker that was suspended for longer checks whether another has replaced it before it "
-            "publishes.",
-        ),
-    ] = 5.0
-    drain_grace_s: Annotated[
-        float,
-        Field(
-            ge=0, description="After SIGTERM: time for running completions to end; other workers get unfinished ones."
-        ),
-    ] = 10.0
-    max_undelivered: Annotated[
-        int, Field(ge=1, description="Undelivered finished completions at which a worker starts no new ones.")
-    ] = 256
-    fetch_timeout_s: Annotated[
-        float, Field(gt=0, description="Longest time without data from a relay during a fetch.")
-    ] = 30.0
     weights_cache: Annotated[
         Path | None,
         Field(

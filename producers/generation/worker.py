@@ -26,6 +26,7 @@ from streamrl.producers.generation.control import ControlFollower
 from streamrl.producers.generation.engines.port import Engine, Interrupted, Tokenizer, encoded
 from streamrl.producers.generation.heartbeat import Heartbeats
 from streamrl.producers.generation.outbox import Fence, FencedPublisher, Outbox
+from streamrl.producers.generation.pace import WorkerPace, pace_of
 from streamrl.producers.generation.partials import PartialLog, PartialPool, PartialReader
 from streamrl.producers.generation.releases import Releases
 from streamrl.producers.generation.rollout import Rollout, SampledCompletion, TokenStream, WorkerLoad
@@ -77,7 +78,7 @@ class RunContext:
 
     ``run_id``: id of the run in the worker's run directory, None without such a directory. ``has_graders``: whether
     graders score the trajectories after the worker. ``wanted_series``: creates the object that decides which series of
-    weights a worker follows.
+    weights a worker follows. ``pace``: how often a worker reports, from the loop.
     """
 
     name: str
@@ -86,6 +87,7 @@ class RunContext:
     run_id: str | None = None
     has_graders: bool = False
     wanted_series: Callable[[], WantedSeries] = OwnSeries
+    pace: Callable[[LoopSettings], WorkerPace] = pace_of
 
 
 @dataclass
@@ -151,6 +153,7 @@ class WorkerSession:
     """One incarnation of a worker: its open clients, and the loops that share them."""
 
     worker: GenerationWorker
+    pace: WorkerPace
     status: WorkerStatus
     work_orders: Subscription
     control: ControlFollower
@@ -165,13 +168,13 @@ class WorkerSession:
     ) -> "WorkerSession":
         """Build the parts, each after the parts that it uses. All records are published through the fence."""
         context, generation, clocks, engine = worker.context, worker.context.generation, worker.clocks, worker.engine
-        status = WorkerStatus()
-        fence = Fence(worker.worker_id, uuid.uuid4().hex[:12], generation.fencing_timeout_s, clocks.monotonic)
+        status, pace = WorkerStatus(), context.pace(context.loop)
+        fence = Fence(worker.worker_id, uuid.uuid4().hex[:12], pace.fencing_timeout_s, clocks.monotonic)
         fenced = FencedPublisher(publisher, fence)
-        outbox = Outbox(fenced, generation.max_undelivered)
+        outbox = Outbox(fenced, pace.max_undelivered)
         capacity = engine.max_num_seqs - sum(one.reserved_slots for one in worker.side_work)
-        rollout = cls._open_rollout(worker, fenced, capacity)
-        partials = cls._open_partials(worker, fenced, status)
+        rollout = cls._open_rollout(worker, fenced, pace, capacity)
+        partials = cls._open_partials(worker, fenced, pace, status)
         longest, topic = context.loop.max_prompt_length, TRAJECTORIES.full_name(context.name)
         releases = Releases(engine, partials, status) if partials is not None else None
         ungraded = UNGRADED.full_name(context.name) if context.has_graders else None
@@ -203,27 +206,29 @@ class WorkerSession:
             status,
             clocks.time_of_day,
         )
-        return cls(worker, status, work_orders, follower, adopter, heartbeats, executor, side_work)
+        return cls(worker, pace, status, work_orders, follower, adopter, heartbeats, executor, side_work)
 
     @staticmethod
-    def _open_rollout(worker: GenerationWorker, fenced: FencedPublisher, capacity: int) -> Rollout:
-        streams = worker.context.generation.partial_trajectories == "stream"
+    def _open_rollout(worker: GenerationWorker, fenced: FencedPublisher, pace: WorkerPace, capacity: int) -> Rollout:
+        partials, topic = worker.context.generation.partial_trajectories, TOKENS.full_name(worker.context.name)
         return Rollout(
             worker.engine,
             worker.tokenizer,
             worker.rewards,
             worker.worker_id,
             WorkerLoad(worker.clocks.monotonic),
-            TokenStream(fenced, TOKENS.full_name(worker.context.name), worker.worker_id) if streams else None,
+            TokenStream(fenced, topic, worker.worker_id) if partials == "stream" else None,
             worker.clocks.time_of_day,
             # Without reserved slots, the engine itself queues the samples for which it has no slot.
             asyncio.Semaphore(capacity) if capacity < worker.engine.max_num_seqs else nullcontext(),
+            pace.durable_chunk_tokens if partials == "durable" else None,
         )
 
     @staticmethod
-    def _open_partials(worker: GenerationWorker, fenced: FencedPublisher, status: WorkerStatus) -> PartialPool | None:
-        generation = worker.context.generation
-        if generation.partial_trajectories != "durable":
+    def _open_partials(
+        worker: GenerationWorker, fenced: FencedPublisher, pace: WorkerPace, status: WorkerStatus
+    ) -> PartialPool | None:
+        if worker.context.generation.partial_trajectories != "durable":
             return None
         topic = PARTIAL_TRAJECTORIES.full_name(worker.context.name)
         return PartialPool(
@@ -232,8 +237,8 @@ class WorkerSession:
             topic,
             worker.worker_id,
             fenced.fence.incarnation,
-            generation.partial_chunk_tokens,
-            generation.partial_chunk_s,
+            pace.partial_chunk_tokens,
+            pace.partial_chunk_s,
             status,
             worker.clocks.monotonic,
         )
@@ -247,7 +252,7 @@ class WorkerSession:
             background = [tasks.create_task(self.control.control_loop())]
             # Sent before the model is loaded, which may take minutes, so that the coordinator can claim the id for us.
             await self.heartbeats.beat()
-            beating = self.heartbeats.heartbeat_loop(self.worker.context.generation.heartbeat_interval_s)
+            beating = self.heartbeats.heartbeat_loop(self.pace.heartbeat_interval_s)
             background.append(tasks.create_task(beating))
             if (tokens := self.executor.rollout.tokens) is not None:
                 background.append(tasks.create_task(tokens.publish_loop()))
@@ -311,7 +316,7 @@ class WorkerSession:
             self.worker.on_tick("orders")
             hands_over = self.control.drained and self.executor.partials is not None
             if (stop.is_set() or hands_over) and deadline is None:
-                deadline = loop.time() + self.worker.context.generation.drain_grace_s
+                deadline = loop.time() + self.pace.drain_grace_s
             left = POLL_S if deadline is None else min(POLL_S, deadline - loop.time())
             if left <= 0:
                 break

@@ -68,6 +68,7 @@ def kendall_tau(predicted: ArrayLike, actual: ArrayLike) -> float | None:
 ORDERED = 512
 """Newest completions over which orders are compared."""
 UPPER_SHARE = 0.9
+"""Share of completions that should not exceed the upper estimate."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,19 @@ import structlog
 import xxhash
 
 from streamrl.producers.lengths.buckets import Buckets, RecentLengths
-from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.producers.lengths.calibration import UPPER_SHARE
 from streamrl.schemas.errors import DataError
 from streamrl.schemas.identifiers import make_group_id
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.trajectories import FinishedCompletion, FinishReason, LengthEstimate, Prompt
 
 log = structlog.get_logger()
+MIN_OBSERVATIONS = 32
+"""Completions after which a class of prompts is preferred to a wider one: from fewer, the upper quantile is a guess."""
+RECENT = 512
+"""Newest completions that count in a class of prompts, because the policy's lengths drift."""
+PRIOR_SHARE = 0.5
+"""The estimate before the first completions, as a share of the completion limit."""
 FINEST_LENGTH = 48
 """Characters of a prompt up to which every length is its own class."""
 CLASSES_PER_DOUBLING = 48
@@ -32,7 +38,7 @@ SampleLength = Callable[[str, int, Prompt], int]
 """Tokens of a sample's completion by group id, sample index and prompt; raises ``DataError`` if there is none."""
 _BITS = 52
 """Bits of a hash that are used: as many as a float64 between 0 and 1 can distinguish."""
-_P90 = NormalDist().inv_cdf(0.9)
+_P90 = NormalDist().inv_cdf(UPPER_SHARE)
 """Standard deviations from the median to the upper estimate, the 90 % quantile."""
 
 
@@ -92,14 +98,22 @@ class ObservedQuantiles:
 
     Similar prompts are of the same data set and have a length in characters within about 1.5 %. While fewer than
     ``min_observations`` of these are known, all prompts of the data set count; then all prompts; then the prior. Short
-    completions end first, so the very first quantiles are too low.
+    completions end first, so the very first quantiles are too low. ``upper``: share of the completions that the upper
+    estimate should cover.
     """
 
     learns_from_the_past = False
 
-    def __init__(self, settings: LengthSettings, loop: LoopSettings, buckets: Buckets | None = None) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        loop: LoopSettings,
+        buckets: Buckets | None = None,
+        min_observations: int = MIN_OBSERVATIONS,
+        upper: float = UPPER_SHARE,
+    ) -> None:
         self._loop = loop
+        self._min_observations = min_observations
+        self._upper = upper
         self.buckets = buckets or Buckets(loop.bucket_boundaries)
         self._seen: dict[_Class, RecentLengths] = {}
 
@@ -109,22 +123,22 @@ class ObservedQuantiles:
         classes = _classes(prompt.dataset, len(prompt.text))
         for name, similar in zip(("prompt_length", "dataset", "all"), classes, strict=True):
             lengths = self._seen.get(similar)
-            if lengths is not None and len(lengths) >= self._settings.min_observations:
+            if lengths is not None and len(lengths) >= self._min_observations:
                 return self._estimate(lengths, f"observed_quantiles/{name}")
-        return prior(self._settings, self._loop, self.buckets, "observed_quantiles/prior")
+        return prior(self._loop, self.buckets, "observed_quantiles/prior")
 
     def observe(self, completion: ObservedCompletion) -> None:
         """Learn the output length of a finished completion."""
         self.buckets.observe(completion.length)
         # A completion counts in each of its three classes.
         for similar in _classes(completion.prompt.dataset, len(completion.prompt.text)):
-            self._seen.setdefault(similar, RecentLengths(self._settings.window)).observe(completion.length)
+            self._seen.setdefault(similar, RecentLengths(RECENT)).observe(completion.length)
 
     def _estimate(self, lengths: RecentLengths, name: str) -> LengthEstimate:
         limit = self._loop.max_completion_length
         # Earlier completions may be longer than the present limit.
         median = min(limit, max(1, lengths.quantile(0.5)))
-        upper = min(limit, max(1, lengths.quantile(self._settings.quantile)))
+        upper = min(limit, max(1, lengths.quantile(self._upper)))
         return LengthEstimate(
             median=median,
             upper=upper,
@@ -146,10 +160,10 @@ def _length_class(prompt_length: int) -> int:
     return FINEST_LENGTH + int(CLASSES_PER_DOUBLING * math.log2(prompt_length / FINEST_LENGTH))
 
 
-def prior(settings: LengthSettings, loop: LoopSettings, buckets: Buckets, name: str) -> LengthEstimate:
+def prior(loop: LoopSettings, buckets: Buckets, name: str) -> LengthEstimate:
     """The estimate before the first completion: a fixed share of the completion limit."""
     # The spread is not known either, so median and upper estimate are equal.
-    length = max(1, round(settings.prior_fraction * loop.max_completion_length))
+    length = max(1, round(PRIOR_SHARE * loop.max_completion_length))
     return LengthEstimate(
         median=length,
         upper=length,
@@ -164,14 +178,13 @@ class ConstantLength:
 
     learns_from_the_past = False
 
-    def __init__(self, settings: LengthSettings, loop: LoopSettings, buckets: Buckets | None = None) -> None:
-        self._settings = settings
+    def __init__(self, loop: LoopSettings, buckets: Buckets | None = None) -> None:
         self._loop = loop
         self.buckets = buckets or Buckets(loop.bucket_boundaries)
 
     def predict(self, prompt: Prompt, group_id: str = "") -> LengthEstimate:
         """The prior."""
-        return prior(self._settings, self._loop, self.buckets, "constant")
+        return prior(self._loop, self.buckets, "constant")
 
     def observe(self, completion: ObservedCompletion) -> None:
         """Let the buckets learn the length."""

@@ -29,7 +29,9 @@ from streamrl.schemas.trajectories import FinishReason, Trajectory
 log = structlog.get_logger()
 
 MAX_RECORDS = 4096
-"""Records read over all partitions: as many as completions between two fits with the default settings."""
+"""Records read over all partitions: as many as completions between two fits."""
+FIT_BUCKETS_EVERY = 4096
+"""Completions between two fits of the bucket boundaries."""
 MAX_BYTES = 256 << 20
 """Bytes after which reading stops, so that a start is fast: long trajectories have megabytes each."""
 
@@ -42,9 +44,10 @@ def build_predictor(
     loop: LoopSettings,
     length_of: SampleLength | None = None,
     others: Mapping[str, OpenPredictor] = MappingProxyType({}),
+    noise: float = 0.0,
 ) -> LengthPredictor:
     """The predictor that the settings name. ``length_of``: the lengths of an emulated run, known in advance;
-    ``others``: the predictors of optional features, by name.
+    ``others``: the predictors of optional features, by name; ``noise``: see ``TraceLengths``.
 
     Raises:
         SettingsError: ``trace`` without an emulated run, or an unknown predictor.
@@ -52,15 +55,15 @@ def build_predictor(
     buckets = build_buckets(settings, loop)
     match settings.predictor:
         case "constant":
-            return ConstantLength(settings, loop, buckets)
+            return ConstantLength(loop, buckets)
         case "observed_quantiles":
-            return ObservedQuantiles(settings, loop, buckets)
+            return ObservedQuantiles(loop, buckets)
         case "trace":
             if length_of is None:
                 raise SettingsError(
                     "expected generation.engine = 'emulated' with lengths.predictor = 'trace', got another engine"
                 )
-            return TraceLengths(loop, buckets, length_of, settings.trace_noise)
+            return TraceLengths(loop, buckets, length_of, noise)
         case other if other in others:
             return others[other](settings, loop, buckets)
         case other:
@@ -73,12 +76,7 @@ def build_buckets(settings: LengthSettings, loop: LoopSettings) -> Buckets:
     """Buckets with the boundaries of the settings, or with boundaries that are fitted to observed lengths."""
     if settings.buckets == "fixed":
         return Buckets(loop.bucket_boundaries)
-    return Buckets(
-        loop.bucket_boundaries,
-        fit_every=settings.refit_every,
-        fit_after=settings.min_samples,
-        folder=settings.model_dir,
-    )
+    return Buckets(loop.bucket_boundaries, fit_every=FIT_BUCKETS_EVERY, folder=settings.model_dir)
 
 
 @dataclass

@@ -46,7 +46,6 @@ def defaults(engine: str, seed: int) -> dict[str, Any]:
             "max_prompt_length": MAX_PROMPT_TOKENS,
             "max_completion_length": MAX_COMPLETION_TOKENS,
             "bucket_boundaries": list(BUCKET_BOUNDARIES),
-            "shards": 1,
         },
         "generation": {"engine": engine, "max_num_seqs": slots, "threads": 1, "dtype": "float32"},
         "algorithm": {"loss_type": "dapo", "scale_rewards": "none", "epsilon_high": 0.28, "dynamic_sampling": False},

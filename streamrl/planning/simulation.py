@@ -265,14 +265,15 @@ class _Parts:
             self.steps.append(mark)
 
     def _dispatcher(self) -> Dispatcher:
-        settings, lengths = self.settings, partial(trace_length, self.settings.emulation.lengths)
+        settings, drawn = self.settings, self.settings.emulation.lengths
+        length_of = partial(trace_length, drawn)
         return Dispatcher(
             bus=self.bus,
             run_name=settings.run.name,
             loop=settings.loop,
             settings=settings.dispatch,
             source=self.pipeline.source or open_source(settings.data, run_seed=settings.run.seed),
-            predictor=build_predictor(settings.lengths, settings.loop, lengths, predictors()),
+            predictor=build_predictor(settings.lengths, settings.loop, length_of, predictors(), drawn.prediction_noise),
             clocks=Clocks(self.clock, self.clock),
             roles=OtherRoles(
                 curve=decode_curve(settings),

@@ -116,12 +116,6 @@ RULES = (
         ),
     ),
     ExclusionRule(
-        ("dispatch.repack_payback",),
-        ("dispatch.repack",),
-        lambda settings: settings.dispatch.repack,
-        lambda _: "dispatch.repack = false",
-    ),
-    ExclusionRule(
         ("data.subset", "data.split", "data.format", "data.prompt_column", "data.answer_column"),
         ("data.path", "data.dataset", "data.mixture"),
         lambda settings: settings.data.path is not None,

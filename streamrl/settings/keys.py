@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from streamrl.schemas.secrets import is_secret
+from streamrl.schemas.settings import Table
 from streamrl.settings.tree import Settings
 
 Key = tuple[str, ...]
@@ -20,12 +21,8 @@ RENAMED = {
     "coordinator.finish_patience_s": "coordinator.finish_timeout_s",
     "coordinator.heartbeat_timeout_s": "loop.heartbeat_timeout_s",
     "dispatch.lease_s": "loop.heartbeat_timeout_s",
-    "dispatch.adoption_patience_s": "dispatch.weight_sync_timeout_s",
-    "generation.standstill_s": "generation.fencing_timeout_s",
     "generation.stream_tokens": "generation.partial_trajectories",
     "kafka.stall_rebuilds": "kafka.max_client_restarts",
-    "lengths.learn_after": "lengths.min_samples",
-    "lengths.memory": "lengths.reservoir_size",
     "training.grad_norm_spike": "training.max_grad_norm_ratio",
     "training.max_refused_steps": "training.max_skipped_steps",
 }
@@ -37,16 +34,46 @@ REMOVED = {
     # [coordinator]
     # [data]
     # [dispatch]
+    "dispatch.adoption_patience_s": "always 5 s",
+    "dispatch.log_interval_s": "always 10 s",
+    "dispatch.max_attempts": "always 10",
+    "dispatch.orders_per_turn": "always 512",
+    "dispatch.overcommit": "always 1.25",
+    "dispatch.poll_s": "always 0.25 s",
+    "dispatch.repack_payback": "always 16",
+    "dispatch.weight_sync_timeout_s": "always 5 s",
     # [emulation]
     # [environments]
     # [evaluation]
     # [gateway]
     # [generation]
+    "generation.chunk_tokens": "always 32, and a 16th of loop.max_completion_length if that is less",
+    "generation.drain_grace_s": "always 10 s",
+    "generation.fencing_timeout_s": "five eighths of loop.heartbeat_timeout_s",
+    "generation.fetch_timeout_s": "always 30 s",
+    "generation.heartbeat_interval_s": "an eighth of loop.heartbeat_timeout_s, at most 1 s",
+    "generation.max_undelivered": "always 256",
+    "generation.partial_chunk_s": "always 2 s",
+    "generation.partial_chunk_tokens": "a 16th of loop.max_completion_length, at most 256",
+    "generation.request_slots": "a quarter of max_num_seqs with gateway.enabled, else none",
+    "generation.standstill_s": "five eighths of loop.heartbeat_timeout_s",
     # [ingest]
     "ingest.group_timeout_s": "a group closes when its last sample arrives, or when the dispatcher abandons it",
     # [kafka]
     # [lengths]
+    "lengths.learn_after": "always 256",
+    "lengths.memory": "always 8192",
+    "lengths.min_observations": "always 32",
+    "lengths.min_samples": "always 256",
+    "lengths.prior_fraction": "always 0.5",
+    "lengths.quantile": "always 0.9",
+    "lengths.refit_every": "always 4096",
+    "lengths.refit_seconds": "always 20 s",
+    "lengths.reservoir_size": "always 8192",
+    "lengths.trace_noise": "it is now prediction_noise in [emulation.lengths]",
+    "lengths.window": "always 512",
     # [loop]
+    "loop.shards": "always 2",
     # [metrics]
     # [relay]
     # [rewards]
@@ -182,11 +209,15 @@ SECTIONS_ELSEWHERE = {
 }
 
 
-def known_keys(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[str]:
-    """The dotted keys of all settings, such as ``loop.mode``; an open table such as ``data.options`` is one key."""
+def known_keys(model: type[BaseModel] = Settings, prefix: str = "", *, in_tables: bool = False) -> Iterator[str]:
+    """The dotted keys of all settings, such as ``loop.mode``; a table such as ``emulation.decode`` is one key.
+
+    ``in_tables``: the fields of tables in their place.
+    """
     for name, field in model.model_fields.items():
-        if section := _section(field.annotation):
-            yield from known_keys(section, f"{prefix}{name}.")
+        section = _section(field.annotation)
+        if section and (in_tables or not issubclass(section, Table)):
+            yield from known_keys(section, f"{prefix}{name}.", in_tables=in_tables)
         else:
             yield f"{prefix}{name}"
 
@@ -206,7 +237,7 @@ def _secret_keys(model: type[BaseModel], section: Key) -> Iterator[Key]:
 
 
 def keys_in(section: Key) -> list[str]:
-    """The names of a section's settings; empty if the key is no section."""
+    """The names of a section's settings, or of a table's fields; empty if the key is neither."""
     model: type[BaseModel] | None = Settings
     for part in section:
         field = model.model_fields.get(part) if model else None
@@ -234,7 +265,7 @@ def suggestion(location: Key) -> str:
 
 def _similar(wrong: str, prefix: str, siblings: list[str]) -> str | None:
     by_leaf: dict[str, list[str]] = {}
-    for key in known_keys():
+    for key in known_keys(in_tables=True):
         by_leaf.setdefault(key.rpartition(".")[2], []).append(key)
     # A name in several sections is ambiguous, unless only one of them is a section at the top.
     same = by_leaf.get(wrong, [])

@@ -46,6 +46,8 @@ log = structlog.get_logger()
 
 READ_BYTES = 1 << 20
 CONNECT_TIMEOUT_S = 5.0
+SILENCE_S = 30.0
+"""Longest time without data from a relay during a fetch: its disk may be busy with another version."""
 PEER_PAUSE_S = 0.05
 """Seconds between two looks whether a peer has finished its fetch."""
 UNSENT_S = 30.0
@@ -67,7 +69,7 @@ class WeightsFetcher:
     """
 
     cache: Path
-    timeout_s: float = 30.0
+    timeout_s: float = SILENCE_S
     offset: int = 0
     host: str = field(default_factory=socket.gethostname)
     sender: str = ""

@@ -25,16 +25,16 @@ from streamrl.inspection.tables import trajectory_table
 from streamrl.observability.record_index.following import IndexFollower
 from streamrl.observability.record_index.store import RecordIndex
 from streamrl.observability.run_state.trajectory_summary import PREVIEW, summary_of
-from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import DEAD_LETTERS, TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
 from tests.broker_fixture import unique_numbers
 from tests.consumers.factories import V0, trajectory
+from tests.fakes.one_shard import OneShardLoop
 from tests.fakes.topics import create_topics
 from tests.progress import within
 
 TOKENS = 200_000
-LOOP = LoopSettings(groups_per_step=1, num_generations=2, max_staleness=2, bucket_boundaries=(64,), shards=1)
+LOOP = OneShardLoop(groups_per_step=1, num_generations=2, max_staleness=2, bucket_boundaries=(64,))
 _numbers = unique_numbers()
 
 

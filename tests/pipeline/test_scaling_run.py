@@ -27,10 +27,10 @@ groups_per_step = 8
 num_generations = 2
 max_staleness = 1
 max_completion_length = 3000
+heartbeat_timeout_s = 4.0
 [generation]
 engine = "emulated"
 max_num_seqs = 8
-heartbeat_interval_s = 0.2
 [training]
 backend = "emulated"
 max_steps = {steps}

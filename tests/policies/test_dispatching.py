@@ -10,7 +10,6 @@ from streamrl.producers.dispatch.scheduler import PendingPrompt, Schedulers
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import DispatchState
 from streamrl.producers.lengths.predictor import ConstantLength
-from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.control import ArmShare, PolicySplit
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.trajectories import LengthEstimate, Prompt
@@ -26,7 +25,7 @@ SHARES = {"rloo": 0.5}
 def harness(**shares: float) -> tuple[DispatchState, Schedulers]:
     """Two workers of the served policy and one of arm rloo, at version 5 of its own."""
     settings = DispatchSettings()
-    predictor = ConstantLength(LengthSettings(), LOOP)
+    predictor = ConstantLength(LOOP)
     state = DispatchState(LOOP, settings, predictor, policies=SeveralPolicyDispatch())
     state.observe(step_report(40), 0.0)
     for worker in ("w0", "w1"):

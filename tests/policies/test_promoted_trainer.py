@@ -6,16 +6,15 @@ from functools import partial
 from streamrl.bus.port import TopicPartition
 from streamrl.policies.dispatching import SeveralPolicyDispatch
 from streamrl.producers.dispatch.recovery import rebuild
+from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import DispatchState
 from streamrl.producers.lengths.predictor import ConstantLength
-from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.control import Promotion, RunFinished, WeightsReady
 from streamrl.schemas.identifiers import PolicyVersion, scope_of
 from streamrl.schemas.reports import SkipReason
 from streamrl.schemas.topics import CONTROL, SKIPS, STEPS, WORK_ORDERS
 from tests.fakes.topics import send
 from tests.producers.dispatch.dispatcher_harness import (
-    FAST,
     LOOP,
     DispatcherHarness,
     order,
@@ -52,7 +51,8 @@ async def test_served_numbers_continue_and_a_promoted_policys_own_steps_and_rows
         sequence=9, sent_at=0.0, version=PolicyVersion(5, 41), step=2, manifest_sha256="0" * 64, relays=()
     )
     await harness.send(CONTROL, served.replace(promotion=promotion), "weights/policy", 0)
-    state = DispatchState(LOOP, FAST, ConstantLength(LengthSettings(), LOOP), policies=SeveralPolicyDispatch())
+    lengths = ConstantLength(LOOP)
+    state = DispatchState(LOOP, DispatchSettings(), lengths, policies=SeveralPolicyDispatch())
     positions = await rebuild(harness.bus, "r", state, time.time)
     assert [name for name in (before, ended, after, left) if state.ledger.is_in_flight(name)] == [after, left]
     assert state.ledger.current == (5, 41)

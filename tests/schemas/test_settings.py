@@ -13,7 +13,7 @@ def test_an_unknown_key_is_refused_by_name() -> None:
 
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
-        LoopSettings().shards = 3  # type: ignore[misc]
+        LoopSettings().top_k = 3  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("boundaries", [(256, 64), (64, 64), (1, 3, 2)])
@@ -29,17 +29,14 @@ def test_the_bucket_of_a_length_counts_the_boundaries_at_or_below_it(length: int
 
 @given(
     boundaries=st.lists(st.integers(1, 10_000), max_size=6, unique=True).map(sorted).map(tuple),
-    shards=st.integers(1, 8),
     length=st.integers(0, 20_000),
     position=st.integers(0, 10**9),
 )
-def test_every_group_has_a_partition_of_the_topic(
-    boundaries: tuple[int, ...], shards: int, length: int, position: int
-) -> None:
-    loop = LoopSettings(bucket_boundaries=boundaries, shards=shards)
+def test_every_group_has_a_partition_of_the_topic(boundaries: tuple[int, ...], length: int, position: int) -> None:
+    loop = LoopSettings(bucket_boundaries=boundaries)
     partition = loop.partition_of(loop.bucket_of(length), position)
     assert 0 <= partition < loop.trajectory_partitions
-    assert partition // shards == loop.bucket_of(length)
+    assert partition // loop.shards == loop.bucket_of(length)
 
 
 def test_groups_in_flight_follow_from_the_staleness_bound() -> None:

@@ -36,10 +36,10 @@ def test_the_last_layer_that_gives_a_key_is_its_origin(tmp_path: Path) -> None:
     path.write_text(TEXT)
     environ = {"STREAMRL_LOOP__MODE": "stream", "STREAMRL_RUN__SEED": "1"}
     given = SettingsLayers.read(path, ["--run.seed=2"], environ)
-    assert [given.rank(tuple(key.split("."))) for key in ("run.name", "loop.mode", "run.seed", "loop.shards")] == [
+    assert [given.rank(tuple(key.split("."))) for key in ("run.name", "loop.mode", "run.seed", "loop.top_k")] == [
         *(0, 1, 2, -1)
     ]
     assert given.origin(("run", "name")) == f" ({path}, line 3)"
     assert given.origin(("loop", "mode")) == " (STREAMRL_LOOP__MODE)"
     assert given.origin(("run", "seed")) == " (--run.seed)"
-    assert given.origin(("loop", "shards")) == ""
+    assert given.origin(("loop", "top_k")) == ""

@@ -48,6 +48,15 @@ def test_a_wrong_key_in_a_section_of_a_section_is_named_with_its_nearest() -> No
         load_settings(EXAMPLE, ["--emulation.decode.batch_scal=3"])
 
 
+def test_a_wrong_field_of_a_table_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(EXAMPLE.read_text().replace("step_s = 0.01\n", "step_s = -1\n"))
+    line = path.read_text().splitlines().index("step_s = -1") + 1
+    with pytest.raises(SettingsError, match=rf"^setting emulation\.decode\.step_s: .*config\.toml, line {line}\)"):
+        load_settings(path, [])
+    assert load_settings(path, ["--emulation.decode.step_s=0.5"]).emulation.decode.step_s == 0.5
+
+
 def test_resolved_settings_read_back_equal(tmp_path: Path) -> None:
     settings = load_settings(EXAMPLE, ["--emulation.decode.table=[[1, 0.01], [8, 0.02]]"])
     path = tmp_path / "config.toml"
@@ -87,7 +96,7 @@ def test_a_renamed_key_is_refused_with_its_new_name(old: str, new: str) -> None:
         ("training.per_device_train_batch_size", "did you mean loop.groups_per_step (prompts a step"),
         ("training.report_to", "did you mean tracking.to?"),
         ("training.bf16", "did you mean training.dtype"),
-        ("generation.name", "; known ones are adopt, chunk_tokens"),
+        ("generation.name", "; known ones are adopt, data_parallel_size"),
         ("orchestrator.x", "docs/moving.md lists the counterparts of prime-rl's settings"),
     ],
 )

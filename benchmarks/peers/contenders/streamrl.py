@@ -77,7 +77,6 @@ def settings(variant: str, plan: Plan, overrides: dict[str, dict[str, Any]]) -> 
             "max_completion_length": same.max_completion_length,
             "temperature": same.temperature,
             "bucket_boundaries": list(BUCKET_BOUNDARIES),
-            "shards": 1,
         },
         "batching": {"token_budget": 4096},
         "algorithm": {

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamrl.producers.generation.engines.length_trace import LengthTraceSettings
 from streamrl.producers.generation.engines.port import Engine
+from streamrl.producers.generation.pace import CHUNK_TOKENS
 from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.schemas.profiles import DecodeSettings
 from streamrl.schemas.trajectories import SamplingParams
@@ -38,8 +39,11 @@ def build_engine(
     *,
     keeps_to_schemas: bool = False,
     transfer: str = "",
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> Engine:
     """The engine that ``settings.engine`` names, not started yet. For the arguments see ``build_decoder``.
+
+    ``chunk_tokens``: tokens of a completion that it hands over at once.
 
     Raises:
         ModelError: the engine's library is not installed.
@@ -50,7 +54,7 @@ def build_engine(
     return ThreadedEngine(
         build_decoder(settings, model_path, sampling, lora_rank, keeps_to_schemas=keeps_to_schemas, transfer=transfer),
         settings.max_num_seqs,
-        settings.chunk_tokens,
+        chunk_tokens,
         open_tokenizer=partial(ModelTokenizer, str(model_path)),
     )
 

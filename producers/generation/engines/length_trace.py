@@ -70,6 +70,14 @@ class LengthTraceSettings(Section):
             description="Share of the normal score's variance that the samples of a prompt have in common.",
         ),
     ] = 0.0
+    prediction_noise: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="With lengths.predictor = trace: sigma of the log-normal noise by which predicted lengths are "
+            "multiplied.",
+        ),
+    ] = 0.0
     prompt_characters_per_token: Annotated[
         float, Field(gt=0, description="Characters of a prompt that count as one token.")
     ] = 4.0

@@ -27,7 +27,7 @@ class GenerationRequest:
     ``prefix_token_ids``: the completion's first tokens, sampled before, here or elsewhere. They count towards the
     length limit and are searched for stop strings. Deltas contain only later tokens. If the prefix is a complete
     completion, there is one empty delta with the finish reason.
-    ``chunk_tokens``: tokens that are gathered before they are handed over; None: as the engine's settings say.
+    ``chunk_tokens``: tokens that are gathered before they are handed over; None: as many as the engine usually does.
     ``interactive``: a user waits for the first token, so it starts as soon as a slot is free.
     ``traceparent``: W3C trace context of its parent span; empty: it is traced as work orders are.
     ``json_schema``: JSON schema, as text, that the completion must fit; empty: none. With a schema there is no prefix.

@@ -31,6 +31,7 @@ from streamrl.producers.generation.engines.port import (
     refuse_unfit,
 )
 from streamrl.producers.generation.incremental_text import StopMatcher
+from streamrl.producers.generation.pace import CHUNK_TOKENS
 from streamrl.schemas.errors import EngineError, PromptRefused
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.trajectories import FinishReason
@@ -55,7 +56,7 @@ class ThreadedEngine:
         self,
         decoder: "Decoder[Any]",
         max_num_seqs: int,
-        chunk_tokens: int = 32,
+        chunk_tokens: int = CHUNK_TOKENS,
         open_tokenizer: Callable[[], Tokenizer] | None = None,
     ) -> None:
         self.name = decoder.name

@@ -38,6 +38,7 @@ from streamrl.producers.generation.engines.vllm_group import EngineGroup, RankEx
 from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.schemas.errors import EngineError, ModelError, PromptRefused, WeightsError
 from streamrl.schemas.trajectories import FinishReason, SamplingParams
+from streamrl.weights.fetch import SILENCE_S
 from streamrl.weights.turns import SendingTurn, TurnAsker, read_sent
 
 # Settings that vLLM reads from the environment only, here and in its processes. It reads them at import, for each
@@ -113,7 +114,7 @@ class VllmDecoder:
         self._lora_rank = lora_rank
         self._keeps_to_schemas = keeps_to_schemas
         self._transfer = transfer
-        self._turns = TurnAsker(secrets.token_hex(16), settings.devices_per_worker, settings.fetch_timeout_s)
+        self._turns = TurnAsker(secrets.token_hex(16), settings.devices_per_worker, SILENCE_S)
         self._lora_request: Any = None
         self._facts: ModelFacts
         self._vllm: Any = None

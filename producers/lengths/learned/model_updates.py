@@ -9,14 +9,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
 
+from streamrl.producers.lengths.calibration import UPPER_SHARE
 from streamrl.producers.lengths.learned.features import ROW_WIDTH
 from streamrl.producers.lengths.learned.history import DatasetLevels, Observations, Reservoir
 from streamrl.producers.lengths.learned.model import KIND, LengthModel, fit, load_newest, save
 from streamrl.producers.lengths.learned.model_store import ModelStore
+from streamrl.producers.lengths.predictor import MIN_OBSERVATIONS
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.trajectories import Prompt
 
@@ -24,6 +27,28 @@ log = structlog.get_logger()
 
 CHECK_INTERVAL_S = 2.0
 """Seconds between two checks of the folder for a newer model. Another process needs seconds to minutes for a fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class FitRules:
+    """When a model is fitted, and to what.
+
+    ``min_samples``: completions before the first fit; ``refit_every``: most completions between two fits;
+    ``reservoir_size``: completions that are kept for fits, 1.2 KB each; ``refit_s``: seconds for which a language model
+    is fine-tuned for each version; ``upper``: share of completions that the upper estimate should cover;
+    ``min_observations``: completions of a data set from which the model is asked about it.
+    """
+
+    min_samples: int = 256
+    refit_every: int = 4096
+    reservoir_size: int = 8192
+    refit_s: float = 20.0
+    upper: float = UPPER_SHARE
+    min_observations: int = MIN_OBSERVATIONS
+
+
+FIT_RULES = FitRules()
+"""The rules of every run: the first fit as soon as trees can split, and later ones about a core second apiece."""
 
 
 class TextModel(Protocol):
@@ -99,8 +124,15 @@ class ModelUpdater:
     ``reservoir``: completions to fit to; None if another process fits. ``may_fit``: no fit is started while false.
     """
 
-    def __init__(self, settings: LengthSettings, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        settings: LengthSettings,
+        limit: int,
+        clock: Callable[[], float] = time.monotonic,
+        rules: FitRules = FIT_RULES,
+    ) -> None:
         self._settings = settings
+        self._rules = rules
         self._limit = limit
         self._clock = clock
         self._fitting = BackgroundFit()
@@ -111,7 +143,7 @@ class ModelUpdater:
         self._inherited = 0
         self._checked_at = -math.inf
         self._folder_changed_at: float = -math.inf
-        self.reservoir = Reservoir(settings.reservoir_size, ROW_WIDTH) if settings.fits_in_thread else None
+        self.reservoir = Reservoir(rules.reservoir_size, ROW_WIDTH) if settings.fits_in_thread else None
         self.may_fit = True
         # Wait for the first model, so that a run that has one starts with it.
         if settings.model_dir is not None:
@@ -174,16 +206,16 @@ class ModelUpdater:
         Few at first, because each then adds much. There is no fit while a model loaded at the start was fitted to twice
         as many completions as the reservoir holds.
         """
-        if self.reservoir is None or 2 * len(self.reservoir) < min(self._inherited, self._settings.reservoir_size):
+        if self.reservoir is None or 2 * len(self.reservoir) < min(self._inherited, self._rules.reservoir_size):
             return math.inf
-        return min(self._settings.refit_every, max(self._settings.min_samples, len(self.reservoir) // 2))
+        return min(self._rules.refit_every, max(self._rules.min_samples, len(self.reservoir) // 2))
 
     def _snapshot(self, levels: DatasetLevels) -> tuple[Observations, dict[str, tuple[float, int]]]:
         assert self.reservoir is not None, "expected a reservoir, since models are fitted here"
         return self.reservoir.snapshot(levels), levels.dump()
 
     def _fit(self, observed: Observations, levels: dict[str, tuple[float, int]], newest: int) -> None:
-        forest = fit(observed, (0.5, self._settings.quantile), self._limit)
+        forest = fit(observed, (0.5, self._rules.upper), self._limit)
         # Invalid trees would fail at every prediction.
         forest.check(ROW_WIDTH, quantiles=2)
         folder = self._settings.model_dir

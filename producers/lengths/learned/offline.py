@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from streamrl.producers.lengths.calibration import kendall_tau, recall_of_longest
 from streamrl.producers.lengths.learned.model_store import Manifest, ModelStore
+from streamrl.producers.lengths.learned.model_updates import FitRules
 from streamrl.producers.lengths.learned.predictor import LearnedLengths
 from streamrl.producers.lengths.predictor import ObservedCompletion
 from streamrl.producers.lengths.settings import LengthSettings
@@ -104,6 +105,8 @@ def _quantiles(lengths: Sequence[int], upper: float) -> tuple[float, float]:
     return float(median), float(high)
 
 
+MOST_FITTED = 262_144
+"""Most completions that trees are fitted to, at 1.2 KB of memory each."""
 MIN_TRAIN = 64
 """Fewest completions that a fit needs: trees have at least 24 per leaf, so with fewer they could hardly split."""
 
@@ -142,17 +145,10 @@ def fit_trees(completions: Sequence[ObservedCompletion], out: Path, quantile: fl
         DataError: there are too few completions.
     """
     fitted_to, held_out = split(completions, test_share)
-    reservoir_size = min(262_144, max(64, len(fitted_to)))  # room for all of them, within the setting's limits
-    settings = LengthSettings(
-        predictor="learned",
-        quantile=quantile,
-        reservoir_size=reservoir_size,
-        min_samples=64,
-        # 1, so that the model, not its fallback, is scored on every data set that it was fitted to.
-        min_observations=1,
-        model_dir=out,
-    )
-    predictor = LearnedLengths(settings, _loop(completions))
+    settings = LengthSettings(predictor="learned", model_dir=out)
+    # Room for all of them. min_observations is 1, so that the model, not its fallback, is scored on every data set.
+    rules = FitRules(reservoir_size=min(MOST_FITTED, len(fitted_to)), upper=quantile, min_observations=1)
+    predictor = LearnedLengths(settings, _loop(completions), rules=rules)
     # Hold fits, so that there is a single fit to all completions at the end.
     predictor.hold_fits(True)
     for completion in fitted_to:
@@ -193,8 +189,9 @@ def fit_language_model(
     )
     save(regressor, manifest, out)
     # Scored as in a run: through the predictor, which loads it from the folder.
-    settings = LengthSettings(predictor="language_model", quantile=quantile, min_observations=1, model_dir=out)
-    predictor = LearnedLengths(settings, _loop(completions))
+    settings = LengthSettings(predictor="language_model", model_dir=out)
+    rules = FitRules(upper=quantile, min_observations=1)
+    predictor = LearnedLengths(settings, _loop(completions), rules=rules)
     return _fitted("language_model", manifest.version, fitted_to, _predict(predictor, held_out), quantile)
 
 

@@ -30,7 +30,7 @@ from cachetools import FIFOCache
 from streamrl.producers.lengths.buckets import Buckets
 from streamrl.producers.lengths.learned.features import Row, text_features
 from streamrl.producers.lengths.learned.history import SETTLED, DatasetLevels, PromptHistory
-from streamrl.producers.lengths.learned.model_updates import ModelUpdater, TextModel
+from streamrl.producers.lengths.learned.model_updates import FIT_RULES, FitRules, ModelUpdater, TextModel
 from streamrl.producers.lengths.predictor import ObservedCompletion, ObservedQuantiles
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.settings import LoopSettings
@@ -183,14 +183,15 @@ class LearnedLengths:
         loop: LoopSettings,
         buckets: Buckets | None = None,
         clock: Callable[[], float] = time.monotonic,
+        rules: FitRules = FIT_RULES,
     ) -> None:
-        self._settings = settings
+        self._rules = rules
         self._loop = loop
         self.buckets = buckets or Buckets(loop.bucket_boundaries)
-        self._fallback = ObservedQuantiles(settings, loop, self.buckets)
+        self._fallback = ObservedQuantiles(loop, self.buckets, rules.min_observations, rules.upper)
         self._levels = DatasetLevels()
         self._history = PromptHistory()
-        self._margins = Margins(settings.quantile)
+        self._margins = Margins(rules.upper)
         self._open: FIFOCache[str, _GroupDescription] = FIFOCache(MAX_OPEN_GROUPS)
         # Groups of two windows are in flight at a time; more must not wait for the slowest of them.
         self._in_order = RequestOrder[ObservedCompletion](
@@ -199,7 +200,7 @@ class LearnedLengths:
         self._model: TextModel | None = None
         self._newest = 0
         self._failures = 0
-        self._updater = ModelUpdater(settings, loop.max_completion_length, clock)
+        self._updater = ModelUpdater(settings, loop.max_completion_length, clock, rules)
         # The updater has waited for the folder's newest model, so the first prediction can use it.
         self._take_newer()
 
@@ -262,7 +263,7 @@ class LearnedLengths:
         if model is None or group.quantiles is None:
             return None
         # The model's quantiles are relative to a level. If that is unknown, the observed quantiles answer.
-        if self._levels.count(prompt.dataset) < self._settings.min_observations:
+        if self._levels.count(prompt.dataset) < self._rules.min_observations:
             return None
         # known = l + e: with it, median = m + known and upper = max(u + known + d, m + known).
         known = self._levels.of(prompt.dataset) + self._history.effect(group.seen)

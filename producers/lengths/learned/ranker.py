@@ -22,7 +22,7 @@ from cachetools import FIFOCache
 
 from streamrl.bus.port import Bus, Record, Subscription, TopicPartition, message_of
 from streamrl.producers.lengths.learned.model_store import Manifest, ModelStore
-from streamrl.producers.lengths.learned.model_updates import BackgroundFit
+from streamrl.producers.lengths.learned.model_updates import FIT_RULES, BackgroundFit, FitRules
 from streamrl.producers.lengths.learned.predictor import LearnedLengths
 from streamrl.producers.lengths.predictor import ObservedCompletion
 from streamrl.producers.lengths.settings import LengthSettings
@@ -66,25 +66,26 @@ class ModelTrainer(Protocol):
         ...
 
 
-def build_model_trainer(settings: LengthSettings, loop: LoopSettings) -> ModelTrainer:
+def build_model_trainer(settings: LengthSettings, loop: LoopSettings, rules: FitRules = FIT_RULES) -> ModelTrainer:
     """The model trainer for the predictor that the settings name.
 
     Raises:
         SettingsError: the predictor has no model, or a language model has neither a version nor a base model.
     """
     if settings.predictor == "learned":
-        return TreeTrainer(settings, loop)
+        return TreeTrainer(settings, loop, rules)
     if settings.predictor == "language_model" and settings.model_dir is not None:
-        return LanguageModelTrainer(settings, settings.model_dir)
+        return LanguageModelTrainer(settings, settings.model_dir, rules)
     raise SettingsError(f"expected lengths.predictor learned or language_model for a ranker, got {settings.predictor}")
 
 
 class TreeTrainer:
     """Fits trees, by a predictor that fits in a thread and is never asked for estimates."""
 
-    def __init__(self, settings: LengthSettings, loop: LoopSettings) -> None:
+    def __init__(self, settings: LengthSettings, loop: LoopSettings, rules: FitRules = FIT_RULES) -> None:
         # It fits as the dispatcher's thread would. Bucket boundaries are fitted by the dispatcher.
-        self._predictor = LearnedLengths(settings.model_copy(update={"refit": "thread", "buckets": "fixed"}), loop)
+        fitting = settings.model_copy(update={"refit": "thread", "buckets": "fixed"})
+        self._predictor = LearnedLengths(fitting, loop, rules=rules)
 
     def observe(self, completion: ObservedCompletion) -> None:
         """Learn a finished completion."""
@@ -103,10 +104,11 @@ class TreeTrainer:
 
 
 class LanguageModelTrainer:
-    """Fine-tunes the newest version for ``refit_seconds`` on a sample of recent completions."""
+    """Fine-tunes the newest version for ``FitRules.refit_s`` on a sample of recent completions."""
 
-    def __init__(self, settings: LengthSettings, folder: Path) -> None:
+    def __init__(self, settings: LengthSettings, folder: Path, rules: FitRules = FIT_RULES) -> None:
         self._settings = settings
+        self._rules = rules
         self._store = ModelStore(folder, "language")
         if self._store.newest() is None and settings.base_model is None:
             raise SettingsError(
@@ -125,13 +127,13 @@ class LanguageModelTrainer:
         """Learn a finished completion; when the sample is full, it replaces a random one."""
         self._newest = max(self._newest, completion.version)
         # A random one is replaced, so that old completions fade out as in a Reservoir.
-        if len(self._sample) < self._settings.reservoir_size:
+        if len(self._sample) < self._rules.reservoir_size:
             self._sample.append(completion)
         else:
             self._sample[self._random.randrange(len(self._sample))] = completion
         self._since_fit += 1
         # Few at first, because each completion then adds much.
-        interval = min(self._settings.refit_every, max(self._settings.min_samples, len(self._sample) // 2))
+        interval = min(self._rules.refit_every, max(self._rules.min_samples, len(self._sample) // 2))
         if not self._held and self._since_fit >= interval and not self._fitting.is_busy:
             self._since_fit = 0
             # Copies, because the sample changes while the thread reads them.
@@ -167,8 +169,8 @@ class LanguageModelTrainer:
         regressor = open_regressor(start)
         version = self._store.next_version()
         # The number of passes is limited only by the seconds.
-        tuning = FineTuning(epochs=1e9, seconds=self._settings.refit_seconds, seed=version)
-        loss = train(regressor, examples, self._settings.quantile, tuning, self._closing.is_set)
+        tuning = FineTuning(epochs=1e9, seconds=self._rules.refit_s, seed=version)
+        loss = train(regressor, examples, self._rules.upper, tuning, self._closing.is_set)
         # A model that was cut short while its learning rate was high must not become the newest version.
         if self._closing.is_set():
             return

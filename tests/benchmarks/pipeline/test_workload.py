@@ -53,7 +53,7 @@ def test_a_case_becomes_settings(tmp_path: Path) -> None:
     settings = configuration(case, run="x", directory=tmp_path, prompts=tmp_path / "p", address="nowhere:1", seed=0)
     assert (settings.loop.groups_per_step, settings.loop.num_generations) == (8, 8)
     assert settings.lengths.predictor == "trace"
-    assert settings.lengths.trace_noise == pytest.approx(paper_noise(GROUPED))
+    assert settings.emulation.lengths.prediction_noise == pytest.approx(paper_noise(GROUPED))
     assert settings.emulation.training.export_s > 0
     assert settings.emulation.decode.prefill_s_per_token > 0
 

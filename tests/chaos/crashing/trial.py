@@ -40,7 +40,7 @@ def codes_of(point: CrashPoint) -> tuple[int, ...]:
 TRAINING_S = 90.0
 SECTIONS: dict[str, dict[str, Any]] = {
     "rewards": {"functions": ["tests.pipeline.letter_reward:share_of_a"]},
-    "loop": {"groups_per_step": GROUPS_PER_STEP, "num_generations": GENERATIONS, "max_staleness": 50, "shards": 2},
+    "loop": {"groups_per_step": GROUPS_PER_STEP, "num_generations": GENERATIONS, "max_staleness": 50},
     "training": {
         "max_steps": STEPS,
         "checkpoint_every": 2,

@@ -58,8 +58,6 @@ def sections(engine: str, length: int) -> dict[str, dict[str, Any]]:
             "dtype": "float32",
             "device": "cpu",
             "adopt": "recompute",
-            "partial_chunk_tokens": 8,
-            "chunk_tokens": 4,
         },
         "training": {
             "max_steps": MAX_STEPS,

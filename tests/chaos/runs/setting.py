@@ -20,12 +20,12 @@ GROUPS_PER_STEP = 2
 SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "rewards": {"functions": ["tests.chaos.runs.slow_reward:share_of_a"]},
     "loop": {"groups_per_step": GROUPS_PER_STEP, "heartbeat_timeout_s": 4.0},
-    "generation": {"max_num_seqs": 16, "heartbeat_interval_s": 0.25},
+    "generation": {"max_num_seqs": 16},
     "training": {"max_steps": MAX_STEPS, "checkpoint_every": 3},
     "kafka": {"request_timeout_ms": 4000, "delivery_timeout_ms": 8000},
 }
 
-DURABLE: Mapping[str, Any] = {"partial_trajectories": "durable", "partial_chunk_tokens": 4, "chunk_tokens": 4}
+DURABLE: Mapping[str, Any] = {"partial_trajectories": "durable"}
 """What a killed worker had begun goes on elsewhere. Not among the sections that the last version reads, too."""
 IDLE: Mapping[str, Mapping[str, Any]] = {"generation": {"adopt": "idle"}}
 REPACKED: Mapping[str, Mapping[str, Any]] = {**IDLE, "dispatch": {"repack": True}}
@@ -36,7 +36,6 @@ COPIES = "relay-copies"
 
 WITHOUT_A_MODEL: Mapping[str, Mapping[str, Any]] = {
     **EMULATED,
-    "generation": {**EMULATED["generation"], "partial_chunk_tokens": 100, "chunk_tokens": 100},
     "emulation.decode": {"chunk_tokens": 100},
 }
 """Processes start in a third of the time."""

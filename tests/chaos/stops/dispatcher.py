@@ -44,7 +44,7 @@ from tests.producers.dispatch.dispatcher_harness import CountedSource, heartbeat
 LOOP = LoopSettings(
     groups_per_step=4, num_generations=2, max_staleness=1, max_completion_length=100, heartbeat_timeout_s=0.15
 )
-SETTINGS = DispatchSettings(poll_s=0.01, order_timeout_s=1.0, max_attempts=3, orders_per_turn=1)
+MAX_ATTEMPTS = 3
 WORKERS = 3
 EVERY_S = 0.01
 """Each player acts about this often."""
@@ -65,7 +65,10 @@ def dispatcher_on(bus: SlowBus, *, has_graders: bool = False) -> Dispatcher:
     """Make a dispatcher with short leases."""
     predictor = _VariedLengths(LengthSettings(), LOOP)
     roles = OtherRoles(has_graders=has_graders)
-    return Dispatcher(bus, bus.run, LOOP, SETTINGS, CountedSource(), predictor, roles=roles)
+    settings = DispatchSettings(order_timeout_s=1.0)
+    dispatcher = Dispatcher(bus, bus.run, LOOP, settings, CountedSource(), predictor, roles=roles)
+    dispatcher.poll_s, dispatcher.orders_per_turn, dispatcher.max_attempts = 0.01, 1, MAX_ATTEMPTS
+    return dispatcher
 
 
 @dataclass
@@ -244,14 +247,14 @@ class _RunAroundDispatcher:
         return found
 
     def _wrongly_given_up(self, attempts: set[tuple[str, int]]) -> Iterator[str]:
-        """List samples that were given up twice, or before their group was ordered as often as the settings say."""
+        """List samples that were given up twice, or before their group was ordered ``MAX_ATTEMPTS`` times."""
         records: dict[str, set[bytes | None]] = defaultdict(set)
         for record in Reader(self.bus, TRAJECTORIES.full_name(self.bus.run)).new():
             made = record.message()
             if not isinstance(made, Trajectory) or made.finish_reason is not FinishReason.ABORT:
                 continue
             records[made.trajectory_id].add(record.value)
-            if made.attempt + 1 < SETTINGS.max_attempts or (made.group_id, made.attempt) not in attempts:
+            if made.attempt + 1 < MAX_ATTEMPTS or (made.group_id, made.attempt) not in attempts:
                 yield f"{made.trajectory_id} is given up after {made.attempt + 1} orders, and some of them are lost"
         yield from (f"{name} is given up {len(values)} times" for name, values in records.items() if len(values) > 1)
 

@@ -31,14 +31,16 @@ class _Played(EvaluatorHarness):
 def evaluator_on(bus: MemoryBus, directory: Path) -> Evaluator:
     """An evaluator that evaluates every step, and writes into this directory."""
     data = {"easy": DataSettings(dataset="chain_sum"), "hard": DataSettings(dataset="chain_sum")}
-    return Evaluator(
+    evaluator = Evaluator(
         bus,
         RUN,
         LoopSettings(heartbeat_timeout_s=10.0),
-        DispatchSettings(order_timeout_s=20.0, max_attempts=3),
+        DispatchSettings(order_timeout_s=20.0),
         HeldOutTask(held_out, HeldOutSettings(data=data, every=1, samples=2, share=0.5), {"right": 1.0}),
         directory / "metrics.jsonl",
     )
+    evaluator.max_attempts = 3
+    return evaluator
 
 
 @asynccontextmanager

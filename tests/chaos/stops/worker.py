@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from random import Random
 
+from streamrl.producers.generation.pace import pace_of
 from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.producers.generation.worker import GenerationWorker, RunContext
 from streamrl.schemas.identifiers import PolicyVersion, partition_of_worker
@@ -48,7 +50,8 @@ async def worker(root: Path, _random: Random) -> AsyncIterator[Subject]:
         RunContext(
             RUN,
             LoopSettings(max_prompt_length=64, max_completion_length=128),
-            GenerationSettings(heartbeat_interval_s=0.05, drain_grace_s=0.2),
+            GenerationSettings(),
+            pace=lambda loop: replace(pace_of(loop), heartbeat_interval_s=0.05, drain_grace_s=0.2),
         ),
         WORKER,
         engine,

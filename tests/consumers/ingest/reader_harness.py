@@ -23,7 +23,7 @@ from tests.fakes.topics import create_topics, messages_of, records_of
 from tests.progress import patience, within
 
 RUN = "r"
-LOOP = LoopSettings(groups_per_step=2, num_generations=2, max_staleness=2, bucket_boundaries=(64,), shards=2)
+LOOP = LoopSettings(groups_per_step=2, num_generations=2, max_staleness=2, bucket_boundaries=(64,))
 
 
 @dataclass

@@ -22,16 +22,16 @@ from streamrl.consumers.training.settings import TrainingSettings
 from streamrl.consumers.training.trainer import Trainer
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import RefusedStep, SkipRecord, StepReport
-from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import SKIPS, STEPS, TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
 from tests.consumers.training.factories import VOCABULARY, make_trajectory
+from tests.fakes.one_shard import OneShardLoop
 from tests.fakes.topics import create_topics, send
 from tests.progress import patience, within
 
 RUN = "r"
-LOOP = LoopSettings(
-    groups_per_step=2, num_generations=2, max_staleness=4, max_completion_length=8, bucket_boundaries=(4,), shards=1
+LOOP = OneShardLoop(
+    groups_per_step=2, num_generations=2, max_staleness=4, max_completion_length=8, bucket_boundaries=(4,)
 )
 TRAINING = TrainingSettings(
     learning_rate=1e-2, max_steps=100, checkpoint_every=2, threads=1, weight_decay=0.01, keep_weight_versions=20

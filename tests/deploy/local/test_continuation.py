@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from streamrl.bus.memory import MemoryBus
@@ -11,10 +11,10 @@ from streamrl.coordinator.coordinator import Coordinator
 from streamrl.coordinator.settings import CoordinatorSettings
 from streamrl.producers.dispatch.dispatcher import Dispatcher
 from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.generation.pace import WorkerPace, pace_of
 from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.producers.generation.worker import GenerationWorker, RunContext
 from streamrl.producers.lengths.predictor import ConstantLength
-from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.control import RunFinished
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.settings import LoopSettings
@@ -31,6 +31,10 @@ from tests.producers.generation.factories import FakeRelay, running_relay
 from tests.progress import within
 
 LOOP = LoopSettings(groups_per_step=2, num_generations=2, max_staleness=1, max_completion_length=100)
+
+
+def _quick(loop: LoopSettings) -> WorkerPace:
+    return replace(pace_of(loop), heartbeat_interval_s=0.05)
 
 
 @dataclass
@@ -61,7 +65,7 @@ class Run:
             Coordinator(self.bus, "r", CoordinatorSettings(relays=(self.relay.address,))),
             GenerationWorker(
                 self.bus,
-                RunContext("r", LOOP, GenerationSettings(heartbeat_interval_s=0.05)),
+                RunContext("r", LOOP, GenerationSettings(), pace=_quick),
                 "w0",
                 FakeEngine(),
                 FakeTokenizer(),
@@ -72,9 +76,9 @@ class Run:
                 self.bus,
                 "r",
                 LOOP,
-                DispatchSettings(poll_s=0.01),
+                DispatchSettings(),
                 CountedSource(),
-                ConstantLength(LengthSettings(), LOOP),
+                ConstantLength(LOOP),
             ),
         )
         coordinator, *others = [asyncio.create_task(role.run(stop)) for role in parts]

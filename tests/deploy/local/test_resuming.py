@@ -127,7 +127,7 @@ def test_a_run_that_goes_on_names_a_handful_of_changed_settings(tmp_path: Path) 
     kept.write_text(as_toml(settings))
     assert resuming_line(settings, kept, 60) == "continuing from step 60"
     run = {"name": "r", "directory": str(tmp_path / "elsewhere"), "workers": 1, "seed": 7, "max_restarts": 1}
-    more = {"num_generations": 4, "groups_per_step": 3, "shards": 3}
+    more = {"num_generations": 4, "groups_per_step": 3, "top_k": 3}
     line = resuming_line(settings_of(tmp_path, max_steps=200, run=run, loop=more), kept, 60)
     assert line.count("→") == 5
     assert line.endswith(" and 1 more")

@@ -37,7 +37,7 @@ async def until_claimed(run: Processes, count: int) -> list[str]:
 async def test_a_worker_that_stood_still_while_another_took_its_id_ends_superseded(
     tmp_path: Path, bootstrap_servers: str
 ) -> None:
-    fencing = {"generation": EMULATED["generation"] | {"fencing_timeout_s": 1.0}}
+    fencing = {"loop": EMULATED["loop"] | {"heartbeat_timeout_s": 1.6}}  # fences after a second
     async with processes(tmp_path, bootstrap_servers, **(EMULATED | fencing)) as run:
         await run.start("coordinator")
         zombie = await run.start("worker-0")

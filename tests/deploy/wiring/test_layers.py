@@ -131,7 +131,7 @@ async def publish_one_trajectory(outer: Bus, inner: MemoryBus, cache: Path) -> N
         await world.publish(Outgoing.of(CONTROL.full_name(RUN), announced, key=control_key(announced)))
         worker = GenerationWorker(
             bus=outer,
-            context=RunContext(RUN, LoopSettings(), GenerationSettings(heartbeat_interval_s=0.05)),
+            context=RunContext(RUN, LoopSettings(), GenerationSettings()),
             worker_id=WORKER,
             engine=FakeEngine(),
             tokenizer=FakeTokenizer(),

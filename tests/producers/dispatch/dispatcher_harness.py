@@ -10,12 +10,12 @@ from typing import Any
 from streamrl.bus.clocks import Clocks
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Position
-from streamrl.producers.dispatch.dispatcher import Dispatcher
+from streamrl.producers.dispatch.dispatcher import ORDERS_PER_TURN, Dispatcher
+from streamrl.producers.dispatch.fleet import MAX_ATTEMPTS
 from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispatch
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import OtherRoles
 from streamrl.producers.lengths.predictor import ConstantLength, LengthPredictor
-from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.control import Control, FlowControl, RunFinished
 from streamrl.schemas.identifiers import PolicyVersion, make_trajectory_id
 from streamrl.schemas.messages import Message
@@ -53,7 +53,6 @@ from tests.progress import calm_s, within
 LOOP = LoopSettings(
     groups_per_step=2, num_generations=2, max_staleness=1, max_completion_length=100, heartbeat_timeout_s=30.0
 )
-FAST = DispatchSettings(poll_s=0.01)
 RUN = "r"
 
 
@@ -134,10 +133,13 @@ class CountedSource:
 
 @dataclass
 class DispatcherHarness:
-    """A dispatcher on a bus in memory; the test is everybody else."""
+    """A dispatcher on a bus in memory; the test is everybody else.
+
+    ``poll_s``, ``orders_per_turn``, ``max_attempts``: the dispatcher's.
+    """
 
     loop: LoopSettings = LOOP
-    settings: DispatchSettings = FAST
+    settings: DispatchSettings = field(default_factory=DispatchSettings)
     predictor: LengthPredictor | None = None
     bus: MemoryBus = field(default_factory=MemoryBus)
     source: CountedSource = field(default_factory=CountedSource)
@@ -145,6 +147,9 @@ class DispatcherHarness:
     seed: int | None = None
     has_graders: bool = False
     policies: Callable[[], PolicyDispatch] = OnePolicyDispatch
+    poll_s: float = 0.01
+    orders_per_turn: int = ORDERS_PER_TURN
+    max_attempts: int = MAX_ATTEMPTS
 
     def __post_init__(self) -> None:
         self.stop = asyncio.Event()
@@ -155,7 +160,7 @@ class DispatcherHarness:
     async def start(self) -> Dispatcher:
         """A new dispatcher on the same bus."""
         self.stop = asyncio.Event()
-        predictor, ticks = self.predictor or ConstantLength(LengthSettings(), self.loop), list[str]()
+        predictor, ticks = self.predictor or ConstantLength(self.loop), list[str]()
         dispatcher = Dispatcher(
             self.bus,
             RUN,
@@ -168,6 +173,8 @@ class DispatcherHarness:
             ticks.append,
             self.policies,
         )
+        dispatcher.poll_s, dispatcher.orders_per_turn = self.poll_s, self.orders_per_turn
+        dispatcher.max_attempts = self.max_attempts
         self.task = asyncio.create_task(dispatcher.run(self.stop))
         while not self.task.done() and not ticks:
             await asyncio.sleep(0)  # until it has rebuilt its state: what it only recalls gets no new orders

@@ -14,7 +14,6 @@ from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import DispatchState, OtherRoles
 from streamrl.producers.generation.engines.emulated import EmulatedBatch, EmulatedSequence, TokensSampled
 from streamrl.producers.lengths.predictor import ConstantLength
-from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
 from streamrl.schemas.reports import WorkerState
 from streamrl.schemas.settings import LoopSettings
@@ -58,7 +57,7 @@ class SimulatedWorkers:
             heartbeat_timeout_s=1e9,
         )
         self.settings = DispatchSettings(strategy=strategy)
-        predictor, roles = ConstantLength(LengthSettings(), self.loop), OtherRoles(curve=CURVE)
+        predictor, roles = ConstantLength(self.loop), OtherRoles(curve=CURVE)
         self.state = DispatchState(self.loop, self.settings, predictor, roles)
         self.scheduler = Scheduler(self.state, self.settings)
         self.lengths, self.predicted, self.delay_s = lengths, predicted, delay_s

@@ -1,14 +1,13 @@
 """An order for what a lost worker left says where its tokens may be, and whoever had the order before."""
 
 from streamrl.producers.dispatch.dispatcher import build_reorder
+from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import DispatchState
 from streamrl.producers.lengths.predictor import ConstantLength
-from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.identifiers import partial_partition_of
 from streamrl.schemas.reports import WorkerState
 from streamrl.schemas.trajectories import PartialSource, TrajectoryPart, WorkOrder
 from tests.producers.dispatch.dispatcher_harness import (
-    FAST,
     LOOP,
     DispatcherHarness,
     heartbeat,
@@ -28,7 +27,7 @@ def source(worker: str, offset: int) -> PartialSource:
 def state_with(sent: WorkOrder, *, partials_from: int | None = None) -> DispatchState:
     """A group on its way at worker w0, which has said where it keeps what is unfinished."""
     state = DispatchState(
-        LOOP.model_copy(update={"heartbeat_timeout_s": 5.0}), FAST, ConstantLength(LengthSettings(), LOOP)
+        LOOP.model_copy(update={"heartbeat_timeout_s": 5.0}), DispatchSettings(), ConstantLength(LOOP)
     )
     state.observe(step_report(0), 0.0)
     state.observe(heartbeat("w0", partials_from=partials_from), 0.0)
@@ -67,7 +66,7 @@ def test_a_worker_that_restarted_is_looked_for_where_its_former_process_wrote() 
 def test_of_a_worker_that_nobody_remembers_everything_is_looked_through() -> None:
     """After a restart of everything later than heartbeats are kept."""
     state = DispatchState(
-        LOOP.model_copy(update={"heartbeat_timeout_s": 5.0}), FAST, ConstantLength(LengthSettings(), LOOP)
+        LOOP.model_copy(update={"heartbeat_timeout_s": 5.0}), DispatchSettings(), ConstantLength(LOOP)
     )
     state.observe(step_report(0), 0.0)
     state.restore(order(GROUP).replace(incarnation="long ago"), 0.0)

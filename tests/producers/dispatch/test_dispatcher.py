@@ -16,7 +16,7 @@ from streamrl.schemas.topics import HEARTBEATS, TRAJECTORIES, WORK_ORDERS
 from streamrl.schemas.trajectories import LengthEstimate, Prompt
 from streamrl.settings.features import predictors
 from tests.fakes.transactions import AnsweringBus
-from tests.producers.dispatch.dispatcher_harness import FAST, LOOP, CountedSource, DispatcherHarness, version
+from tests.producers.dispatch.dispatcher_harness import LOOP, CountedSource, DispatcherHarness, version
 from tests.progress import within
 
 BOUND = LOOP.max_groups_in_flight
@@ -100,7 +100,7 @@ async def test_a_group_with_a_sample_missing_holds_new_ones_back(harness: Dispat
 
 
 async def test_a_turn_that_is_over_does_not_wait_while_there_is_room() -> None:
-    harness = DispatcherHarness(settings=FAST.model_copy(update={"orders_per_turn": 1, "poll_s": 5.0}))
+    harness = DispatcherHarness(orders_per_turn=1, poll_s=5.0)
     await _started(harness)
     await harness.finish_run()
     await harness.end()
@@ -214,7 +214,7 @@ async def test_lost_samples_wait_for_weights_that_keep_the_bound(harness: Dispat
 
 
 async def test_a_group_that_kills_its_workers_is_given_up() -> None:
-    harness = DispatcherHarness(settings=FAST.model_copy(update={"max_attempts": 3}))
+    harness = DispatcherHarness(max_attempts=3)
     dispatcher = await harness.start()
     await harness.step(0)
     for incarnation in "abcd":
@@ -305,9 +305,7 @@ async def test_bytes_that_are_not_ours_are_left_to_the_trainer(harness: Dispatch
 
 async def test_orders_of_unknown_fate_are_sent_again_before_the_next() -> None:
     every_other: list[Exception | None] = [DeliveryUnknown("no answer"), None] * 10
-    harness = DispatcherHarness(
-        bus=AnsweringBus(answers=every_other, arrives=True), settings=FAST.model_copy(update={"orders_per_turn": 2})
-    )
+    harness = DispatcherHarness(bus=AnsweringBus(answers=every_other, arrives=True), orders_per_turn=2)
     await harness.start()
     await harness.step(0)
     await harness.beat()
@@ -359,9 +357,7 @@ async def test_only_the_newest_dispatcher_sends_orders() -> None:
 async def test_an_order_that_a_worker_swallows_goes_to_another_after_its_time() -> None:
     """The worker beats, and is busy with something else."""
     time = 1_000.0
-    harness = DispatcherHarness(
-        clock=lambda: time, loop=PATIENT, settings=FAST.model_copy(update={"order_timeout_s": 60.0})
-    )
+    harness = DispatcherHarness(clock=lambda: time, loop=PATIENT, settings=DispatchSettings(order_timeout_s=60.0))
     await _started(harness)
     whole, half, *_ = harness.orders()
     await harness.finish(whole)
@@ -385,9 +381,7 @@ async def test_an_order_that_a_worker_swallows_goes_to_another_after_its_time() 
 
 async def test_the_only_worker_gets_what_it_swallowed_again_with_growing_patience() -> None:
     time = 1_000.0
-    harness = DispatcherHarness(
-        clock=lambda: time, loop=PATIENT, settings=FAST.model_copy(update={"order_timeout_s": 10.0})
-    )
+    harness = DispatcherHarness(clock=lambda: time, loop=PATIENT, settings=DispatchSettings(order_timeout_s=10.0))
     await _started(harness)
     for wait, attempts in ((11.0, 2), (11.0, 2), (10.0, 3)):
         time += wait
@@ -400,8 +394,8 @@ async def test_the_only_worker_gets_what_it_swallowed_again_with_growing_patienc
 
 async def test_admission_goes_on_after_orders_that_nobody_ever_carried_out() -> None:
     time = 1_000.0
-    settings = {"order_timeout_s": 10.0, "max_attempts": 2}
-    harness = DispatcherHarness(clock=lambda: time, loop=PATIENT, settings=FAST.model_copy(update=settings))
+    settings = DispatchSettings(order_timeout_s=10.0)
+    harness = DispatcherHarness(clock=lambda: time, loop=PATIENT, settings=settings, max_attempts=2)
     dispatcher = await harness.start()
     await harness.step(0)
     await harness.beat()
@@ -509,8 +503,8 @@ LEARNED = tuple(
 @pytest.mark.parametrize(
     "predictor",
     [
-        ConstantLength(LengthSettings(), LOOP),
-        ObservedQuantiles(LengthSettings(min_observations=1), LOOP),
+        ConstantLength(LOOP),
+        ObservedQuantiles(LOOP, min_observations=1),
         *LEARNED,
         _Wild(),
     ],
@@ -518,7 +512,7 @@ LEARNED = tuple(
 @pytest.mark.parametrize("strategy", ["least_loaded", "round_robin", "lpt", "skewness_aware"])
 async def test_estimates_are_advice_only(predictor: LengthPredictor, strategy: str) -> None:
     """Whatever is predicted, the same prompts go out, each sample once, and all of a window before any later one."""
-    harness = DispatcherHarness(predictor=predictor, settings=DispatchSettings(poll_s=0.01, strategy=strategy))
+    harness = DispatcherHarness(predictor=predictor, settings=DispatchSettings(strategy=strategy))
     await harness.beat("w1")
     await _started(harness)
     for number in range(2, 8, 2):
@@ -580,7 +574,7 @@ class _ByPosition:
 
 async def test_every_drawn_prompt_is_ordered() -> None:
     """The longest of a window goes first; the dispatcher ends before the others, and the next one sends them first."""
-    harness = DispatcherHarness(predictor=_ByPosition(), settings=FAST.model_copy(update={"strategy": "lpt"}))
+    harness = DispatcherHarness(predictor=_ByPosition(), settings=DispatchSettings(strategy="lpt"))
     await harness.start()
     await harness.step(0)
     await harness.beat(capacity=2)
@@ -594,8 +588,9 @@ async def test_every_drawn_prompt_is_ordered() -> None:
     await harness.end()
 
 
-async def test_a_trajectory_frees_its_slot_in_the_same_turn() -> None:
-    harness = DispatcherHarness(settings=FAST.model_copy(update={"poll_s": 5.0, "overcommit": 1.0}))
+async def test_a_trajectory_frees_its_slot_in_the_same_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.producers.dispatch.scheduler.OVERCOMMIT", 1.0)
+    harness = DispatcherHarness(poll_s=5.0)
     await harness.start()
     await harness.step(0)
     await harness.beat(capacity=2)
@@ -609,7 +604,7 @@ async def test_a_trajectory_frees_its_slot_in_the_same_turn() -> None:
 
 async def test_a_large_window_is_planned_and_sent_whole() -> None:
     loop = LOOP.model_copy(update={"groups_per_step": 300, "num_generations": 1, "mode": "synchronous"})
-    harness = DispatcherHarness(loop=loop, settings=FAST.model_copy(update={"strategy": "skewness_aware"}))
+    harness = DispatcherHarness(loop=loop, settings=DispatchSettings(strategy="skewness_aware"))
     dispatcher = await harness.start()
     await harness.beat("w0")
     await harness.beat("w1")

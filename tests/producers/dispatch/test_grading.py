@@ -8,12 +8,10 @@ from streamrl.producers.dispatch.recovery import rebuild
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import DispatchState
 from streamrl.producers.lengths.predictor import ConstantLength
-from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.identifiers import graders_group
 from streamrl.schemas.topics import TRAJECTORIES, UNGRADED, WORK_ORDERS
 from streamrl.schemas.trajectories import UngradedTrajectory, WorkOrder
 from tests.producers.dispatch.dispatcher_harness import (
-    FAST,
     LOOP,
     DispatcherHarness,
     heartbeat,
@@ -28,7 +26,7 @@ def ungraded(of: WorkOrder, sample: int) -> UngradedTrajectory:
 
 
 def state_with(one: WorkOrder) -> DispatchState:
-    state = DispatchState(LOOP, FAST, ConstantLength(LengthSettings(), LOOP))
+    state = DispatchState(LOOP, DispatchSettings(), ConstantLength(LOOP))
     state.observe(step_report(0), 0.0)
     state.observe(heartbeat(), 0.0)
     state.restore(one, 0.0)
@@ -98,7 +96,7 @@ def test_a_group_that_ends_is_forgotten_with_what_graders_have_of_it() -> None:
 
 
 async def _rebuilt(harness: DispatcherHarness) -> tuple[DispatchState, dict[TopicPartition, int]]:
-    state = DispatchState(LOOP, FAST, ConstantLength(LengthSettings(), LOOP))
+    state = DispatchState(LOOP, DispatchSettings(), ConstantLength(LOOP))
     return state, await rebuild(harness.bus, "r", state, time.time, has_graders=True)
 
 
@@ -125,7 +123,7 @@ async def test_a_dispatcher_with_graders_orders_nothing_twice_and_goes_on_when_t
     harness = DispatcherHarness(
         has_graders=True,
         loop=LOOP.model_copy(update={"heartbeat_timeout_s": 0.3}),
-        settings=DispatchSettings(poll_s=0.01, order_timeout_s=0.3),
+        settings=DispatchSettings(order_timeout_s=0.3),
     )
     await harness.step(0)
     await harness.beat()

@@ -11,7 +11,7 @@ from streamrl.schemas.reports import ReleasedOrder, WorkerState
 from streamrl.schemas.trajectories import PartialSource, ReleaseOrder, WorkOrder
 from tests.producers.dispatch.dispatcher_harness import LOOP, DispatcherHarness, version
 
-SETTINGS = DispatchSettings(poll_s=0.01, repack=True, strategy="least_loaded", max_attempts=2)
+SETTINGS = DispatchSettings(repack=True, strategy="least_loaded")
 TOKENS = 40
 
 
@@ -23,7 +23,9 @@ class Moving:
     """
 
     harness: DispatcherHarness = field(
-        default_factory=lambda: DispatcherHarness(settings=SETTINGS, loop=LOOP.model_copy(update={"max_staleness": 2}))
+        default_factory=lambda: DispatcherHarness(
+            settings=SETTINGS, loop=LOOP.model_copy(update={"max_staleness": 2}), max_attempts=2
+        )
     )
     dispatcher: Dispatcher = field(init=False)
 

@@ -6,14 +6,13 @@ import pytest
 
 from streamrl.bus.port import Outgoing, TopicPartition
 from streamrl.producers.dispatch.recovery import rebuild
+from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import DispatchState
 from streamrl.producers.lengths.predictor import ConstantLength
-from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.identifiers import partition_of_worker
 from streamrl.schemas.reports import RecordRef, SkipReason
 from streamrl.schemas.topics import HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
 from tests.producers.dispatch.dispatcher_harness import (
-    FAST,
     LOOP,
     DispatcherHarness,
     order,
@@ -25,7 +24,7 @@ from tests.producers.dispatch.dispatcher_harness import (
 
 
 async def _rebuilt(harness: DispatcherHarness) -> tuple[DispatchState, dict[TopicPartition, int]]:
-    state = DispatchState(LOOP, FAST, ConstantLength(LengthSettings(), LOOP))
+    state = DispatchState(LOOP, DispatchSettings(), ConstantLength(LOOP))
     return state, await rebuild(harness.bus, "r", state, time.time)
 
 
@@ -73,7 +72,7 @@ async def test_groups_are_still_for_the_steps_that_they_were_ordered_for() -> No
     await harness.until(lambda: len(harness.orders()) == 4)
     await harness.end()
     assert [order.due_step for order in harness.orders()] == [1, 1, 2, 2]
-    state = DispatchState(harness.loop, FAST, ConstantLength(LengthSettings(), LOOP))
+    state = DispatchState(harness.loop, DispatchSettings(), ConstantLength(LOOP))
     await rebuild(harness.bus, "r", state, time.time)
     assert (state.ledger.next_due, state.ledger.room(version(0))) == (3, 0)
     state.observe(step_report(1, ["toy/0/0", "toy/1/0"]), time.time())
@@ -171,7 +170,7 @@ async def test_the_clocks_of_workers_decide_nothing(monkeypatch: pytest.MonkeyPa
         await harness.beat()
         await _order(harness, 0)
         await harness.finish(order("toy/0/0"), [0])
-        state = DispatchState(LOOP, FAST, ConstantLength(LengthSettings(), LOOP))
+        state = DispatchState(LOOP, DispatchSettings(), ConstantLength(LOOP))
         await rebuild(harness.bus, "r", state, lambda: 1_000.0)
         assert not state.lost(1_000.0 + LOOP.heartbeat_timeout_s)
         assert not state.candidates(1_000.0)  # not heard yet

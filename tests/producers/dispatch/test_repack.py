@@ -21,7 +21,6 @@ from streamrl.producers.dispatch.repack import (
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import DispatchState
 from streamrl.producers.lengths.predictor import ConstantLength
-from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
 from tests.producers.dispatch.dispatcher_harness import LOOP, heartbeat, order, step_report, version
@@ -113,7 +112,7 @@ def test_targets_stay_within_their_limits_when_a_move_is_made(
 ) -> None:
     """Whatever the target has by then, and as many groups come to it one after the other."""
     loop = LOOP.model_copy(update={"groups_per_step": 16})
-    state = DispatchState(loop, DispatchSettings(repack=True), ConstantLength(LengthSettings(), loop))
+    state = DispatchState(loop, DispatchSettings(repack=True), ConstantLength(loop))
     state.observe(step_report(0), 0.0)
     beats = {
         name: heartbeat(name, capacity=capacity, released=(), awaits=version(1)).replace(kv_tokens=kv_tokens)

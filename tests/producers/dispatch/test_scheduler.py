@@ -12,7 +12,6 @@ from streamrl.producers.dispatch.scheduler import PendingPrompt, Scheduler
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import DispatchState
 from streamrl.producers.lengths.predictor import ConstantLength
-from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.reports import WorkerState
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.trajectories import LengthEstimate, Prompt
@@ -77,8 +76,8 @@ def test_the_queue_of_a_worker_that_dies_is_for_the_others(strategy: str) -> Non
 
 
 def _scheduler(**settings: object) -> tuple[DispatchState, Scheduler]:
-    chosen = DispatchSettings.model_validate({"weight_sync_timeout_s": 5.0} | settings)
-    state = DispatchState(LOOP, chosen, ConstantLength(LengthSettings(), LOOP))
+    chosen = DispatchSettings.model_validate(settings)
+    state = DispatchState(LOOP, chosen, ConstantLength(LOOP))
     state.observe(step_report(0), 0.0)
     return state, Scheduler(state, chosen)
 
@@ -149,7 +148,7 @@ def test_a_window_is_sent_before_the_next_is_drawn() -> None:
 def test_no_slot_is_given_up_for_a_finish_that_nobody_waits_for(mode: str, gives_up_slots: bool) -> None:
     """The next batch is sampled behind this one, and is not due before the step in between."""
     loop = LOOP.model_copy(update={"mode": mode, "groups_per_step": 128, "max_completion_length": 1000})
-    state = DispatchState(loop, DispatchSettings(), ConstantLength(LengthSettings(), loop))
+    state = DispatchState(loop, DispatchSettings(), ConstantLength(loop))
     state.observe(step_report(0), 0.0)
     for worker in ("w0", "w1"):
         state.observe(heartbeat(worker, capacity=32), 0.0)

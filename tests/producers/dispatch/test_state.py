@@ -1,14 +1,13 @@
 import pytest
 
 from streamrl.producers.dispatch.fleet import Candidate
+from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import DispatchState
 from streamrl.producers.lengths.predictor import ObservedQuantiles
-from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.control import RunFinished
 from streamrl.schemas.reports import SkipReason
 from streamrl.schemas.trajectories import FinishReason, WorkOrder
 from tests.producers.dispatch.dispatcher_harness import (
-    FAST,
     LOOP,
     heartbeat,
     order,
@@ -23,7 +22,7 @@ WORKER = Candidate("w0", "a", version(0), 100, 0, 0)
 
 @pytest.fixture
 def state() -> DispatchState:
-    state = DispatchState(LOOP, FAST, ObservedQuantiles(LengthSettings(min_observations=1), LOOP))
+    state = DispatchState(LOOP, DispatchSettings(), ObservedQuantiles(LOOP, min_observations=1))
     state.observe(step_report(0), 0.0)
     state.observe(heartbeat(), 0.0)
     return state

@@ -85,12 +85,13 @@ class EvaluatorHarness:
             self.bus,
             RUN,
             LoopSettings(heartbeat_timeout_s=10.0),
-            DispatchSettings(order_timeout_s=20.0, max_attempts=3),
+            DispatchSettings(order_timeout_s=20.0),
             HeldOutTask(held_out, settings, {"right": 1.0}),
             self.path / "metrics.jsonl",
             Clocks(monotonic=lambda: self.now),
             policies=self.policies,
         )
+        evaluator.max_attempts = 3
         stop = asyncio.Event()
         listeners, task = self.bus.listeners, asyncio.create_task(evaluator.run(stop))
         try:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from streamrl.producers.gateway.settings import GatewaySettings
 from streamrl.producers.gateway.tool_calls import HermesToolCalls
 from streamrl.producers.gateway.worker_requests import RequestSlots
 from streamrl.producers.generation.engines.port import GenerationRequest, TokenDelta, refuse_unfit
+from streamrl.producers.generation.pace import pace_of
 from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.producers.generation.worker import GenerationWorker, RunContext
-from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.errors import EngineError, PromptRefused
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import Heartbeat
@@ -243,7 +243,6 @@ async def running_gateway(
         RUN,
         ServedModel(RUN, kind, loop, tokenizer or CharacterTokenizer(), HermesToolCalls()),
         GatewaySettings(**{"enabled": True, "port": 0} | settings),
-        LengthSettings(),
         "secret-of-the-run",
         path / "gateway",
         lone_refusal=lone_refusal,
@@ -283,7 +282,12 @@ def _worker(
 ) -> GenerationWorker:
     return GenerationWorker(
         bus,
-        RunContext(RUN, loop, GenerationSettings(heartbeat_interval_s=0.05, drain_grace_s=0.2)),
+        RunContext(
+            RUN,
+            loop,
+            GenerationSettings(),
+            pace=lambda loop: replace(pace_of(loop), heartbeat_interval_s=0.05, drain_grace_s=0.2),
+        ),
         f"w{number}",
         engine,
         CharacterTokenizer(),

@@ -43,8 +43,11 @@ def test_workers_keep_slots_for_requests_where_there_is_a_gateway(settings: Sett
     assert sample("streamrl_gateway_workers", {"run": "r"}) == 0
     told = {"run": "r", "route": "/v1/completions", "status": "200"}
     assert sample("streamrl_gateway_requests_total", told) == 1
-    given = validated(tree | {"generation": {**tree["generation"], "request_slots": 3, "request_secret": "x"}})
-    assert build_worker(given, context).side_work == (RequestSlots("127.0.0.1", 3, "x"),)
+    with_secret = {"generation": {**tree["generation"], "request_secret": "x"}, "gateway": {"enabled": True}}
+    given = validated(tree | with_secret)
+    assert build_worker(given, context).side_work == (
+        RequestSlots("127.0.0.1", given.generation.max_num_seqs // 4, "x"),
+    )
     with pytest.raises(SettingsError, match="orders would have no slot"):
         validated(tree | {"generation": {**tree["generation"], "max_num_seqs": 1}, "gateway": {"enabled": True}})
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from streamrl.bus.port import Record
-from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.generation.engines.port import GenerationRequest, TokenDelta
 from streamrl.producers.generation.outbox import Outbox
 from streamrl.producers.generation.partials import PartialPool, PartialReader, longest_prefix
@@ -183,7 +182,7 @@ async def test_what_was_let_go_is_gone_on_with_however_late(make_worker: MakeWor
     loop = LoopSettings(
         groups_per_step=1, num_generations=3, max_staleness=0, max_completion_length=LENGTH, heartbeat_timeout_s=0.5
     )
-    harness = DispatcherHarness(loop=loop, bus=bus, settings=DispatchSettings(poll_s=0.01))
+    harness = DispatcherHarness(loop=loop, bus=bus)
     await harness.step(0)
     await harness.start()
     await it.ready()

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 
 from streamrl.bus.clocks import Clocks
 from streamrl.bus.port import Outgoing
+from streamrl.producers.generation.pace import WorkerPace, pace_of
 from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.producers.generation.side_work import SideWorkFactory
 from streamrl.producers.generation.worker import GenerationWorker, RunContext
@@ -37,7 +38,7 @@ RUN = "r"
 
 @dataclass
 class WorkerHarness:
-    """A worker among a memory bus, a relay and a fake engine."""
+    """A worker among a memory bus, a relay and a fake engine. ``settings``: of the section, and of its pace."""
 
     bus: FailingBus
     relay: FakeRelay
@@ -53,7 +54,8 @@ class WorkerHarness:
     running: "asyncio.Task[None] | None" = None
 
     def start(self) -> "asyncio.Task[None]":
-        settings = GenerationSettings(**{"heartbeat_interval_s": 0.05} | self.settings)
+        paced = {name: value for name, value in self.settings.items() if name in WorkerPace.__dataclass_fields__}
+        settings = GenerationSettings(**{name: self.settings[name] for name in self.settings.keys() - paced.keys()})
         worker = GenerationWorker(
             self.bus,
             RunContext(
@@ -62,6 +64,7 @@ class WorkerHarness:
                 settings,
                 has_graders=self.has_graders,
                 wanted_series=OrderedSeries,
+                pace=lambda loop: replace(pace_of(loop), **{"heartbeat_interval_s": 0.05} | paced),
             ),
             WORKER,
             self.engine,

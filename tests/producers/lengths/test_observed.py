@@ -1,8 +1,5 @@
 import random
 
-import pytest
-from pydantic import ValidationError
-
 from streamrl.producers.lengths.buckets import RecentLengths
 from streamrl.producers.lengths.predictor import ObservedCompletion, ObservedQuantiles
 from streamrl.producers.lengths.settings import LengthSettings
@@ -11,7 +8,6 @@ from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.trajectories import Prompt
 
 LOOP = LoopSettings(max_completion_length=1000, bucket_boundaries=(64, 256))
-SETTINGS = LengthSettings(min_observations=4, window=100, prior_fraction=0.2)
 
 
 def _prompt(dataset: str = "a", length: int = 10) -> Prompt:
@@ -23,13 +19,13 @@ def _completion(prompt_length: int, output_length: int) -> ObservedCompletion:
 
 
 def test_the_prior_holds_before_anything_is_seen() -> None:
-    estimate = ObservedQuantiles(SETTINGS, LOOP).predict(_prompt())
-    assert (estimate.median, estimate.upper, estimate.bucket) == (200, 200, 1)
+    estimate = ObservedQuantiles(LOOP, min_observations=4).predict(_prompt())
+    assert (estimate.median, estimate.upper, estimate.bucket) == (500, 500, 2)
     assert estimate.predictor.endswith("/prior")
 
 
 def test_the_narrowest_class_seen_often_enough_is_used() -> None:
-    predictor = ObservedQuantiles(SETTINGS, LOOP)
+    predictor = ObservedQuantiles(LOOP, min_observations=4)
     for _ in range(4):
         predictor.observe(_completion(10, 20))
     for _ in range(4):
@@ -47,7 +43,7 @@ def test_the_narrowest_class_seen_often_enough_is_used() -> None:
 
 
 def test_a_long_instruction_does_not_hide_the_length_of_a_word() -> None:
-    predictor = ObservedQuantiles(SETTINGS, LOOP)
+    predictor = ObservedQuantiles(LOOP, min_observations=4)
     for length in range(52, 60):
         for _ in range(4):
             predictor.observe(_completion(length, length - 48))
@@ -56,7 +52,7 @@ def test_a_long_instruction_does_not_hide_the_length_of_a_word() -> None:
 
 
 def test_lengths_of_long_prompts_fall_into_classes_of_about_two_percent() -> None:
-    predictor = ObservedQuantiles(SETTINGS, LOOP)
+    predictor = ObservedQuantiles(LOOP, min_observations=4)
     for _ in range(4):
         predictor.observe(_completion(4000, 7))
     assert predictor.predict(_prompt("a", 4010)).predictor.endswith("/prompt_length")
@@ -64,7 +60,7 @@ def test_lengths_of_long_prompts_fall_into_classes_of_about_two_percent() -> Non
 
 
 def test_the_upper_estimate_covers_the_share_it_promises() -> None:
-    predictor = ObservedQuantiles(SETTINGS, LOOP)
+    predictor = ObservedQuantiles(LOOP, min_observations=4)
     rng = random.Random(1)
     lengths = [rng.randint(1, 900) for _ in range(100)]
     for length in lengths:
@@ -75,7 +71,7 @@ def test_the_upper_estimate_covers_the_share_it_promises() -> None:
 
 
 def test_the_bucket_is_that_of_the_upper_estimate() -> None:
-    predictor = ObservedQuantiles(SETTINGS, LOOP)
+    predictor = ObservedQuantiles(LOOP, min_observations=4)
     for length in (10, 10, 10, 300):
         predictor.observe(_completion(10, length))
     estimate = predictor.predict(_prompt())
@@ -99,7 +95,7 @@ def test_the_longest_fifth_ranks_from_four_fifths_on() -> None:
 
 
 def test_estimates_stay_between_one_token_and_the_limit() -> None:
-    predictor = ObservedQuantiles(SETTINGS, LOOP)
+    predictor = ObservedQuantiles(LOOP, min_observations=4)
     for length in (0, 0, 5000, 5000):
         predictor.observe(_completion(10, length))
     estimate = predictor.predict(_prompt())
@@ -107,14 +103,9 @@ def test_estimates_stay_between_one_token_and_the_limit() -> None:
 
 
 def test_the_constant_predictor_never_learns() -> None:
-    predictor = build_predictor(SETTINGS.model_copy(update={"predictor": "constant"}), LOOP)
+    predictor = build_predictor(LengthSettings(predictor="constant"), LOOP)
     before = predictor.predict(_prompt())
     for _ in range(50):
         predictor.observe(_completion(10, 7))
     assert predictor.predict(_prompt()) == before
-    assert isinstance(build_predictor(SETTINGS, LOOP), ObservedQuantiles)
-
-
-def test_a_window_smaller_than_what_is_needed_is_refused() -> None:
-    with pytest.raises(ValidationError, match=r"lengths\.window"):
-        LengthSettings(window=10, min_observations=11)
+    assert isinstance(build_predictor(LengthSettings(), LOOP), ObservedQuantiles)

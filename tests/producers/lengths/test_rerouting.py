@@ -2,7 +2,6 @@
 
 from streamrl.producers.lengths.buckets import Buckets
 from streamrl.producers.lengths.predictor import ObservedQuantiles
-from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory, WorkOrder
@@ -36,9 +35,7 @@ def _partitions(harness: DispatcherHarness) -> dict[str, set[int]]:
 async def test_a_change_of_boundaries_reroutes_new_work_only_and_loses_nothing() -> None:
     """One group is half done when the boundaries change, and its worker is lost then."""
     buckets = Buckets(LOOP.bucket_boundaries, fit_every=4, fit_after=4, clock=lambda: 7.0)
-    harness = DispatcherHarness(
-        loop=LOOP, predictor=ObservedQuantiles(LengthSettings(min_observations=1), LOOP, buckets)
-    )
+    harness = DispatcherHarness(loop=LOOP, predictor=ObservedQuantiles(LOOP, buckets, min_observations=1))
     await harness.step(0)
     await harness.start()
     await harness.beat()

@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
@@ -25,16 +25,17 @@ from streamrl.policies.splitting import SplitSeries
 from streamrl.producers.dispatch.dispatcher import Dispatcher
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import OtherRoles
+from streamrl.producers.generation.pace import pace_of
 from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.producers.generation.worker import GenerationWorker, RunContext
 from streamrl.producers.grading.grader import Grader
 from streamrl.producers.lengths.predictor import ObservedQuantiles
-from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.control import RunIdentity
 from streamrl.schemas.identifiers import SERVED_POLICY, scope_of
 from streamrl.schemas.reports import StepReport
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import CATALOGUE, CONTROL, INSTANCE_TOPICS, STEPS
+from tests.fakes.one_shard import OneShardLoop
 from tests.simulation.bus.broker import committed
 from tests.simulation.bus.sim_bus import SimBus
 from tests.simulation.clocks import HostClock
@@ -70,14 +71,13 @@ class Crew:
 
     def __post_init__(self) -> None:
         setup = self.setup
-        self.loop = LoopSettings(
+        self.loop = (OneShardLoop if setup.shards == 1 else LoopSettings)(
             groups_per_step=setup.groups_per_step,
             num_generations=setup.num_generations,
             mode="one_step_async" if setup.fixed_batches else "trajectory_async",
             max_staleness=setup.max_staleness,
             max_completion_length=16,
             bucket_boundaries=(8,),
-            shards=setup.shards,
             heartbeat_timeout_s=3.0,
         )
         for topic in CATALOGUE:
@@ -208,17 +208,19 @@ class Crew:
         )
 
     def _dispatcher(self, clock: HostClock) -> Life:
-        return Dispatcher(
+        dispatcher = Dispatcher(
             self.bus,
             RUN,
             self.loop,
-            DispatchSettings(max_attempts=20, repack=self.setup.repack),
+            DispatchSettings(repack=self.setup.repack),
             SimPrompts(self.setup.prompts),
-            ObservedQuantiles(LengthSettings(), self.loop),
+            ObservedQuantiles(self.loop),
             clocks=Clocks(clock.monotonic, clock),
             roles=OtherRoles(has_graders=bool(self.setup.graders)),
             policies=SeveralPolicyDispatch,
-        ).run
+        )
+        dispatcher.max_attempts = 20
+        return dispatcher.run
 
     def _grader(self, role: str, clock: HostClock, chance: Random) -> Life:
         return Grader(
@@ -239,15 +241,12 @@ class Crew:
                 RUN,
                 self.loop,
                 GenerationSettings(
-                    drain_grace_s=2.0,
-                    max_undelivered=32,
-                    fencing_timeout_s=2.0,
                     partial_trajectories="durable" if setup.durable else "off",
-                    partial_chunk_tokens=1,
                     adopt="idle" if setup.idle else "in_flight",
                 ),
                 has_graders=bool(setup.graders),
                 wanted_series=SplitSeries,
+                pace=lambda loop: replace(pace_of(loop), drain_grace_s=2.0, max_undelivered=32),
             ),
             role,
             SimEngine(

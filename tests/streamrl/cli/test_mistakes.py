@@ -36,7 +36,7 @@ SETTINGS = [
     ("a key of another section", "show", "[loop]\nlearning_rate = 1", "did you mean training.learning_rate?"),
     ("another library's name", "show", "[loop]\nn_samples_per_prompt = 8", "did you mean loop.num_generations?"),
     ("a key outside its section", "show --loop.x.y 1", "", "unknown setting loop.x (--loop.x); known ones are"),
-    ("a word for a number", "show", "[loop]\nshards = 'two'", "got 'two' (my.toml, line 14)"),
+    ("a word for a number", "show", "[loop]\ntop_k = 'two'", "got 'two' (my.toml, line 14)"),
     ("a number out of range", "show --loop.num_generations=0", "", "greater than or equal to 1, got 0 (--loop.num_gen"),
     ("an unknown choice", "show --loop.mode=async", "", "setting loop.mode: input should be 'synchronous'"),
     ("one sample a group", "show --training.backend=torch --model.path=m", "[loop]\nnum_generations = 1", "expected"),
@@ -68,7 +68,7 @@ SETTINGS = [
     ("a value left out before another", "show --loop.mode --run.seed 1", "", "after --loop.mode, got --run.seed"),
     ("an option without a section", "show --verbose yes", "", "expected --section.key value, got '--verbose'"),
     ("two configurations", "show other.toml", "", "expected one configuration file, got"),
-    ("broken TOML", "show", "[loop\nshards = 1", "expected TOML in my.toml"),
+    ("broken TOML", "show", "[loop\ntop_k = 1", "expected TOML in my.toml"),
     ("a run's name with a blank", "show --run.name='my run'", "", "setting run.name: expected 1 to 64 of a-z"),
 ]
 

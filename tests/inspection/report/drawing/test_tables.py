@@ -39,9 +39,9 @@ def test_figures_are_shown_as_people_read_them(value: float, kind: str, text: st
 
 
 def test_only_settings_that_differ_are_shown() -> None:
-    runs = [record(loop__shards=1, run__name="a", x=[1]), record(loop__shards=2, run__name="b", x=[1])]
-    assert differing_settings(runs) == [("loop.shards", ("1", "2"))]
-    assert differing_settings([*runs, record()]) == [("loop.shards", ("1", "2", "–"))]
+    runs = [record(loop__top_k=1, run__name="a", x=[1]), record(loop__top_k=2, run__name="b", x=[1])]
+    assert differing_settings(runs) == [("loop.top_k", ("1", "2"))]
+    assert differing_settings([*runs, record()]) == [("loop.top_k", ("1", "2", "–"))]
     assert differing_settings([record(), record(x=1)]) == []
 
 

@@ -271,7 +271,7 @@ def build(engine: str, request: pytest.FixtureRequest) -> Build:
     if engine != "vllm":
         settings = GenerationSettings(max_num_seqs=SLOTS, device="cpu")
         return lambda model, chunk_tokens=32, adopt="in_flight": build_engine(
-            settings.model_copy(update={"chunk_tokens": chunk_tokens, "adopt": adopt}), model
+            settings.model_copy(update={"adopt": adopt}), model, chunk_tokens=chunk_tokens
         )
     kept: KeptDecoder = request.getfixturevalue("vllm_decoder")
     return lambda model, chunk_tokens=32, adopt="in_flight": ThreadedEngine(

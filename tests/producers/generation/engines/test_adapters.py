@@ -50,7 +50,7 @@ async def test_tokens_are_those_of_the_adapter_in_force_also_when_it_changes_in_
 ) -> None:
     strengths = {0: 0.0, 1: 0.02, 2: 0.05}
     models = {PolicyVersion(1, n): publish(tmp_path, no_eos_dir, n, strength=by) for n, by in strengths.items()}
-    engine = build_engine(GenerationSettings(engine=name, max_num_seqs=8, chunk_tokens=4), no_eos_dir, None, RANK)
+    engine = build_engine(GenerationSettings(engine=name, max_num_seqs=8), no_eos_dir, None, RANK, chunk_tokens=4)
     await engine.start()
     try:
         first, *later = models

@@ -70,9 +70,9 @@ async def test_a_recomputed_cache_equals_a_fresh_prefill_and_a_kept_one_does_not
 async def _adopting(adopt: str, first: Path, second: Path) -> Sampled:
     """A completion among others, in the middle of which the second weights arrive."""
     settings = GenerationSettings.model_validate(
-        {"max_num_seqs": SLOTS, "device": "cpu", "adopt": adopt, "chunk_tokens": 4, "max_num_batched_tokens": 128}
+        {"max_num_seqs": SLOTS, "device": "cpu", "adopt": adopt, "max_num_batched_tokens": 128}
     )
-    running = build_engine(settings, first)
+    running = build_engine(settings, first, chunk_tokens=4)
     await running.start()
     try:
         await running.adopt(first, FIRST)

@@ -22,8 +22,10 @@ TRUNCATION = {"top_p": 0.9, "top_k": 20, "min_p": 0.1}
 
 
 async def main(size: str, directories: list[Path]) -> None:
-    settings = GenerationSettings.model_validate({"engine": "vllm", "max_num_seqs": 16, "chunk_tokens": 4, size: 2})
-    engine = build_engine(settings, directories[0], SamplingParams(max_completion_length=180, top_p=0.5))
+    settings = GenerationSettings.model_validate({"engine": "vllm", "max_num_seqs": 16, size: 2})
+    engine = build_engine(
+        settings, directories[0], SamplingParams(max_completion_length=180, top_p=0.5), chunk_tokens=4
+    )
     await engine.start()
     undecided, first, *others = [(PolicyVersion(1, number), directory) for number, directory in enumerate(directories)]
     await engine.adopt(undecided[1], undecided[0])

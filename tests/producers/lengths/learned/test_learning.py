@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.producers.lengths.calibration import kendall_tau, recall_of_longest
+from streamrl.producers.lengths.learned.model_updates import FitRules
 from streamrl.producers.lengths.learned.predictor import LearnedLengths
 from streamrl.producers.lengths.predictor import ObservedCompletion
 from streamrl.producers.lengths.settings import LengthSettings
@@ -18,13 +19,14 @@ from streamrl.settings.features import predictors
 from tests.producers.lengths.learned.policy import prompt_of, teach, typical
 
 LOOP = LoopSettings(max_completion_length=2000, bucket_boundaries=(64, 256))
-SETTINGS = LengthSettings(predictor="learned", min_samples=256, refit_every=1024, reservoir_size=2048)
+SETTINGS = LengthSettings(predictor="learned")
+RULES = FitRules(refit_every=1024, reservoir_size=2048)
 NEW = range(10_000, 10_300)
 
 
 @pytest.fixture(scope="module")
 def taught() -> LearnedLengths:
-    predictor = LearnedLengths(SETTINGS, LOOP)
+    predictor = LearnedLengths(SETTINGS, LOOP, rules=RULES)
     teach(predictor, range(400))
     return predictor
 
@@ -47,7 +49,7 @@ def test_the_setting_chooses_it() -> None:
 
 
 def test_until_there_is_enough_the_observed_quantiles_answer() -> None:
-    predictor = LearnedLengths(SETTINGS, LOOP)
+    predictor = LearnedLengths(SETTINGS, LOOP, rules=RULES)
     assert predictor.predict(prompt_of(0)).predictor == "observed_quantiles/prior"
     teach(predictor, range(60))
     assert predictor.predict(prompt_of(0)).predictor.startswith("observed_quantiles/")
@@ -76,7 +78,7 @@ def test_any_prompt_gets_an_estimate_within_the_limits(taught: LearnedLengths, c
 
 def test_a_prompt_that_repeats_is_known_by_its_own_lengths() -> None:
     """The same text throughout: only the history tells which prompts are long."""
-    predictor = LearnedLengths(SETTINGS, LOOP)
+    predictor = LearnedLengths(SETTINGS, LOOP, rules=RULES)
     for data_pass in range(4):
         for index in random.Random(data_pass).sample(range(100), 100):
             prompt = Prompt(prompt_id=f"same/{index}", dataset="same", content="Think.")
@@ -94,7 +96,7 @@ def test_a_prompt_that_repeats_is_known_by_its_own_lengths() -> None:
 
 
 def test_when_the_policy_changes_the_estimates_follow() -> None:
-    predictor = LearnedLengths(SETTINGS, LOOP)
+    predictor = LearnedLengths(SETTINGS, LOOP, rules=RULES)
     teach(predictor, range(300))
     version = predictor.model.version if predictor.model is not None else 0
     before = _scores(predictor, growth=2.0)[2]
@@ -108,7 +110,7 @@ def test_when_the_policy_changes_the_estimates_follow() -> None:
 
 
 def test_a_limit_that_cuts_completions_off_bounds_the_estimates_and_keeps_the_rest_right() -> None:
-    predictor = LearnedLengths(SETTINGS, LOOP.model_copy(update={"max_completion_length": 300}))
+    predictor = LearnedLengths(SETTINGS, LOOP.model_copy(update={"max_completion_length": 300}), rules=RULES)
     teach(predictor, range(400), limit=300)
     estimates = {index: predictor.predict(prompt_of(index)) for index in NEW}
     long = [e.median for index, e in estimates.items() if typical(prompt_of(index)) > 500]
@@ -119,9 +121,9 @@ def test_a_limit_that_cuts_completions_off_bounds_the_estimates_and_keeps_the_re
 
 def test_a_restart_goes_on_with_the_saved_model(tmp_path: Path) -> None:
     kept = SETTINGS.model_copy(update={"model_dir": tmp_path})
-    first = LearnedLengths(kept, LOOP)
+    first = LearnedLengths(kept, LOOP, rules=RULES)
     teach(first, range(200))
-    again = LearnedLengths(kept, LOOP)
+    again = LearnedLengths(kept, LOOP, rules=RULES)
     assert first.model is not None
     assert again.model is not None
     assert again.model.version == first.model.version
@@ -133,7 +135,7 @@ def test_a_restart_goes_on_with_the_saved_model(tmp_path: Path) -> None:
 
 def test_a_group_is_described_before_its_completions(taught: LearnedLengths) -> None:
     """Samples of a group that is not whole do not change what the group was described as."""
-    predictor = LearnedLengths(SETTINGS, LOOP)
+    predictor = LearnedLengths(SETTINGS, LOOP, rules=RULES)
     prompt = prompt_of(0)
     for length in (10, 500, 1000):
         predictor.observe(ObservedCompletion(prompt, "g/0", length))
@@ -146,7 +148,7 @@ def test_completions_are_learned_in_request_order() -> None:
     """While the longest of a batch are missing, the others do not pass for all of it."""
     told = []
     for key in (lambda completion: completion.group_id, lambda completion: completion.length):
-        predictor = LearnedLengths(SETTINGS, LOOP)
+        predictor = LearnedLengths(SETTINGS, LOOP, rules=RULES)
         prompts = [prompt_of(index) for index in range(1200)]
         for number, prompt in enumerate(prompts):
             predictor.predict(prompt, f"{number:04d}")
@@ -171,7 +173,7 @@ class _Broken(dict[str, float]):
 def test_estimates_are_advice_only(tmp_path: Path) -> None:
     """A model, a memory and a folder that all fail: every question is answered, and the failures are counted."""
     (tmp_path / "file").write_text("")
-    predictor = LearnedLengths(SETTINGS.model_copy(update={"model_dir": tmp_path / "file"}), LOOP)
+    predictor = LearnedLengths(SETTINGS.model_copy(update={"model_dir": tmp_path / "file"}), LOOP, rules=RULES)
     teach(predictor, range(100))
     assert predictor.failures == 1
     assert predictor.predict(prompt_of(1)).predictor.startswith("learned/")
@@ -184,7 +186,7 @@ def test_estimates_are_advice_only(tmp_path: Path) -> None:
 
 def test_a_lost_folder_is_made_again(tmp_path: Path) -> None:
     folder = tmp_path / "models"
-    predictor = LearnedLengths(SETTINGS.model_copy(update={"model_dir": folder}), LOOP)
+    predictor = LearnedLengths(SETTINGS.model_copy(update={"model_dir": folder}), LOOP, rules=RULES)
     teach(predictor, range(70))
     shutil.rmtree(folder)
     teach(predictor, range(70, 200))

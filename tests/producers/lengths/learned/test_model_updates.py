@@ -1,7 +1,9 @@
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
+from streamrl.producers.lengths.learned.model_updates import FitRules
 from streamrl.producers.lengths.learned.predictor import LearnedLengths
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.settings import LoopSettings
@@ -9,15 +11,16 @@ from tests.fakes.clock import FakeClock
 from tests.producers.lengths.learned.policy import prompt_of, teach
 
 LOOP = LoopSettings(max_completion_length=2000, bucket_boundaries=(64, 256))
-FITTING = LengthSettings(predictor="learned", min_samples=256, refit_every=1024, reservoir_size=2048)
+FITTING = LengthSettings(predictor="learned")
+RULES = FitRules(refit_every=1024, reservoir_size=2048)
 
 
 def _pair(folder: Path) -> tuple[LearnedLengths, LearnedLengths, FakeClock]:
     """One that fits as a ranker does, and one that takes what it finds."""
     clock = FakeClock(0.0)
     taking = FITTING.model_copy(update={"refit": "process", "model_dir": folder})
-    fitting = LearnedLengths(FITTING.model_copy(update={"model_dir": folder}), LOOP)
-    return fitting, LearnedLengths(taking, LOOP, clock=clock), clock
+    fitting = LearnedLengths(FITTING.model_copy(update={"model_dir": folder}), LOOP, rules=RULES)
+    return fitting, LearnedLengths(taking, LOOP, clock=clock, rules=RULES), clock
 
 
 def test_a_prediction_uses_one_model_and_a_newer_one_is_adopted_between_two(tmp_path: Path) -> None:
@@ -70,12 +73,12 @@ def test_who_takes_models_fits_none_and_goes_on_with_what_it_has_when_none_come(
 
 
 def test_a_model_that_was_found_is_not_replaced_by_one_that_knows_much_less(tmp_path: Path) -> None:
-    kept = FITTING.model_copy(update={"model_dir": tmp_path, "min_samples": 64})
-    before = LearnedLengths(kept, LOOP)
+    kept, rules = FITTING.model_copy(update={"model_dir": tmp_path}), replace(RULES, min_samples=64)
+    before = LearnedLengths(kept, LOOP, rules=rules)
     before.hold_fits(True)
     teach(before, range(250))
     before.fit_now()
-    after = LearnedLengths(kept, LOOP)
+    after = LearnedLengths(kept, LOOP, rules=rules)
     teach(after, range(250, 370))
     assert after.predict(prompt_of(0)).predictor == "learned/v1"
     teach(after, range(370, 380))

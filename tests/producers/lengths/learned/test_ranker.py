@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.bus.port import Outgoing
+from streamrl.producers.lengths.learned.model_updates import FitRules
 from streamrl.producers.lengths.learned.predictor import LearnedLengths
 from streamrl.producers.lengths.learned.ranker import Ranker
 from streamrl.producers.lengths.predictor import ObservedCompletion
@@ -99,9 +100,9 @@ async def test_it_ends_with_the_run_and_records_that_cannot_be_read_are_passed_o
 async def test_predictors_never_wait_for_the_ranker(tmp_path: Path) -> None:
     """It dies at a completion and leaves a file that is no model: predictions go on, and no topic has changed."""
     harness, clock = DispatcherHarness(), [0.0]
-    taking = LengthSettings(predictor="learned", refit="process", model_dir=tmp_path, min_samples=64)
-    predictor = LearnedLengths(taking, LOOP, clock=lambda: clock[0])
-    fitting = LearnedLengths(taking.model_copy(update={"refit": "thread"}), LOOP)
+    taking = LengthSettings(predictor="learned", refit="process", model_dir=tmp_path)
+    predictor = LearnedLengths(taking, LOOP, clock=lambda: clock[0], rules=FitRules(min_samples=64))
+    fitting = LearnedLengths(taking.model_copy(update={"refit": "thread"}), LOOP, rules=FitRules(min_samples=64))
     for position in range(64):
         await _publish(harness, f"toy/{position}/0", length=5 + position)
         fitting.observe(ObservedCompletion(order(f"toy/{position}/0").prompt, f"toy/{position}/0", 5 + position))

@@ -3,7 +3,9 @@ from typing import Any
 
 from streamrl.bus.memory import MemoryBus, MemorySubscription
 from streamrl.producers.dispatch.recovery import rebuild
+from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import DispatchState
+from streamrl.producers.lengths.learned.model_updates import FitRules
 from streamrl.producers.lengths.learned.predictor import LearnedLengths
 from streamrl.producers.lengths.predictor import ConstantLength, ObservedCompletion
 from streamrl.producers.lengths.settings import LengthSettings
@@ -11,13 +13,14 @@ from streamrl.producers.lengths.startup import build_predictor, replay
 from streamrl.schemas.errors import BusUnavailable
 from streamrl.schemas.topics import TRAJECTORIES, WORK_ORDERS
 from streamrl.schemas.trajectories import FinishReason, Trajectory
-from tests.producers.dispatch.dispatcher_harness import FAST, LOOP, DispatcherHarness, order, trajectory
+from tests.producers.dispatch.dispatcher_harness import LOOP, DispatcherHarness, order, trajectory
 
-SETTINGS = LengthSettings(predictor="learned", min_samples=64, min_observations=8)
+SETTINGS = LengthSettings(predictor="learned")
+RULES = FitRules(min_samples=64, min_observations=8)
 
 
 def _taught() -> LearnedLengths:
-    return LearnedLengths(SETTINGS, LOOP)
+    return LearnedLengths(SETTINGS, LOOP, rules=RULES)
 
 
 async def _publish(harness: DispatcherHarness, sample: Trajectory, partition: int = 0) -> None:
@@ -52,10 +55,10 @@ async def test_repeats_aborts_and_skipped_groups_are_not_learned() -> None:
 
 async def test_boundaries_that_were_fitted_are_fitted_again_after_a_restart() -> None:
     harness = DispatcherHarness()
-    for position in range(80):
-        await _publish(harness, trajectory(order(f"toy/{position}/0"), 0, length=5 + position))
-    predictor = build_predictor(LengthSettings(buckets="fitted", min_samples=64), LOOP)
-    assert await replay(harness.bus, "r", predictor, skip=lambda group: False) == 80
+    for position in range(300):
+        await _publish(harness, trajectory(order(f"toy/{position}/0"), 0, length=5 + position % 80))
+    predictor = build_predictor(LengthSettings(buckets="fitted"), LOOP)
+    assert await replay(harness.bus, "r", predictor, skip=lambda group: False) == 300
     estimate = predictor.predict(order("toy/99/0").prompt)
     assert estimate.boundaries_version == predictor.buckets.version > 0
     assert predictor.buckets.boundaries.lengths[0] < 64
@@ -64,7 +67,7 @@ async def test_boundaries_that_were_fitted_are_fitted_again_after_a_restart() ->
 async def test_a_predictor_that_learns_nothing_reads_nothing() -> None:
     harness = DispatcherHarness()
     await _publish(harness, trajectory(order("toy/0/0"), 0))
-    predictor = ConstantLength(LengthSettings(), LOOP)
+    predictor = ConstantLength(LOOP)
     assert await replay(harness.bus, "r", predictor, skip=lambda group: False) == 0
 
 
@@ -87,13 +90,13 @@ async def test_a_rebuilt_dispatcher_has_learned_each_sample_once() -> None:
         await harness.finish(sent)
     await harness.step(1, ["toy/0/0"])
     predictor = _Counting()
-    await rebuild(harness.bus, "r", DispatchState(LOOP, FAST, predictor), lambda: 0.0)
+    await rebuild(harness.bus, "r", DispatchState(LOOP, DispatchSettings(), predictor), lambda: 0.0)
     assert sorted(predictor.groups) == ["toy/0/0"] * 2 + ["toy/1/0"] * 2
 
 
 class _Counting(LearnedLengths):
     def __init__(self) -> None:
-        super().__init__(SETTINGS, LOOP)
+        super().__init__(SETTINGS, LOOP, rules=RULES)
         self.groups: list[str] = []
 
     def observe(self, completion: ObservedCompletion) -> None:
