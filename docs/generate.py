@@ -1,4 +1,5 @@
-"""``python -m docs.generate`` writes the generated pages, and published figures as the benchmarks' results have them.
+"""``python -m docs.generate`` writes the generated pages, tables of fields in pages that are written by hand, and
+published figures as the benchmarks' results have them.
 
 Run it after a setting, topic or command changed, or results were renewed. ``--check`` writes nothing, and refuses what
 would be written and figures without a source.
@@ -60,6 +61,23 @@ def settings_page() -> str:
 
 
 HEADINGS = ("setting", "meaning", "type", "default")
+_FIELDS = re.compile(r"(<!-- fields of (?P<table>[\w.]+): begin.*? -->\n).*?(<!-- fields: end -->)", re.DOTALL)
+"""Where a page lists the fields of a table, such as ``emulation.decode``."""
+LONGEST_DEFAULT = 80
+"""Characters of a field's default that are shown."""
+
+
+def emulation_page() -> str:
+    """The page as it is, with the fields of its tables renewed."""
+    return _FIELDS.sub(_fields_of, (DOCS / "emulation.md").read_text())
+
+
+def _fields_of(match: re.Match[str]) -> str:
+    under = match["table"] + "."
+    rows = [_setting_row(key) for key in known_keys(in_tables=True) if key.startswith(under)]
+    shortened = [(*row[:-1], row[-1] if len(row[-1]) <= LONGEST_DEFAULT else "see meaning") for row in rows]
+    lines = ["", *table(("field", *HEADINGS[1:]), shortened), "", ""]
+    return match[1] + "\n".join(lines) + match[3]
 
 
 def _setting_row(key: str) -> tuple[str, str, str, str]:
@@ -299,6 +317,7 @@ def _size_row(shape: KnownModel, memory: float) -> tuple[str, ...]:
 
 PAGES = {
     "settings.md": settings_page,
+    "emulation.md": emulation_page,
     "topics.md": topics_page,
     "cli.md": commands_page,
     "sizes.md": sizes_page,

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from streamrl.schemas.errors import SettingsError
 from streamrl.schemas.secrets import variable_of
-from streamrl.settings.keys import REMOVED, RENAMED, Key, keys_in, secret_keys, suggestion
+from streamrl.settings.keys import REMOVED, RENAMED, Key, keys_in, known_keys, secret_keys, suggestion
 from streamrl.settings.tree import Settings
 
 _BOUNDS = {
@@ -32,7 +32,7 @@ def schema() -> dict[str, Any]:
 
 
 def explain(key: str, settings: Settings | None = None) -> list[str]:
-    """Lines that explain a setting, or one line for each setting of a section.
+    """Lines that explain a setting, or one line for each setting of a section or each field of a table.
 
     With ``settings``, the lines also show the value that the setting has there.
 
@@ -48,7 +48,11 @@ def explain(key: str, settings: Settings | None = None) -> list[str]:
             raise SettingsError(f"setting {key} was removed: {instead}")
         raise SettingsError(f"unknown setting {key}{suggestion(path)}")
     if inner := keys_in(path):
-        return [f"[{key}]", *(f"  {one:<24} {description_of((*path, one))}" for one in inner)]
+        fields = [f"  {one:<24} {description_of((*path, one))}" for one in inner]
+        if key not in known_keys():
+            return [f"[{key}]", *fields]
+        how = f"  set its fields in [{key}], or as --{key}.FIELD"
+        return [key, f"  {description_of(path)}", "  table", *fields, how]
     lines = [key, f"  {description_of(path)}", f"  {_shape(path)}"]
     if settings is not None:
         lines.append(f"  value here: {_shown(value_at(settings, path))}")

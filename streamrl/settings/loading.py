@@ -145,7 +145,7 @@ def _got(location: Key, value: object) -> str:
 
 def _refuse_single_underscores(environ: Mapping[str, str]) -> None:
     """Refuse a variable such as STREAMRL_LOOP_MODE: it is no setting and would be ignored silently."""
-    names = {f"{ENV_PREFIX}{key.replace('.', '_')}".upper(): key for key in known_keys()}
+    names = {f"{ENV_PREFIX}{key.replace('.', '_')}".upper(): key for key in known_keys(in_tables=True)}
     for name in environ.keys() & names.keys():
         right = variable_of(names[name].split("."))
         raise SettingsError(f"expected two underscores between section and key, got {name}; did you mean {right}?")

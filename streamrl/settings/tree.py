@@ -14,21 +14,21 @@ from streamrl.coordinator.settings import CoordinatorSettings, ScalingSettings
 from streamrl.observability.metrics.settings import MetricsSettings, TrackingSettings
 from streamrl.observability.tracing.settings import TelemetrySettings
 from streamrl.producers.dispatch.settings import DispatchSettings
-from streamrl.producers.generation.engines.length_trace import LengthTraceSettings
+from streamrl.producers.generation.engines.emulation_settings import EmulationSettings
 from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.producers.prompts.settings import DataSettings
 from streamrl.producers.rewards.settings import RewardSettings
 from streamrl.schemas.errors import SettingsError
 from streamrl.schemas.identifiers import INSTANCES, SERVED_POLICY, is_plain_name, parse_scope
-from streamrl.schemas.profiles import DEFAULT_CURVE, DecodeCurve, DecodeSettings, DeviceProfile, TrainingCosts
-from streamrl.schemas.settings import UNSET, LoopSettings, Section
+from streamrl.schemas.profiles import DEFAULT_CURVE, DecodeCurve, DecodeSettings, DeviceProfile
+from streamrl.schemas.settings import LoopSettings, Section
 from streamrl.settings.feature_folders import feature_sections
 from streamrl.weights.settings import RelaySettings
 
 SectionOfKind = TypeVar("SectionOfKind", bound=Section)
 
-# Sections that belong to no other package: the run, its devices, the model and its emulation.
+# Sections that belong to no other package: the run, its devices and the model.
 
 
 class RunSettings(Section):
@@ -181,36 +181,6 @@ class PlacementSettings(Section):
     share: Annotated[bool, Field(description="Whether several processes may share a device and divide its memory.")] = (
         False
     )
-
-
-class EmulationSettings(Section):
-    """``[emulation]``: replaces the model if ``generation.engine`` or ``training.backend`` is "emulated"."""
-
-    time_scale: Annotated[float, Field(gt=0, description="Emulated seconds in one second of the wall clock.")] = 100.0
-    profile: Annotated[
-        Path | None,
-        Field(description="Profile from `streamrl profile`, which sets emulation.decode and emulation.training."),
-    ] = None
-    decode: DecodeSettings = DecodeSettings()
-    lengths: LengthTraceSettings = LengthTraceSettings()
-    training: TrainingCosts = TrainingCosts()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _profiled(cls, values: Any) -> Any:
-        """Set the times of decoding and training from the profile, and refuse sections that set other times."""
-        # Runs before the sections are validated, so values are as given: "unset" is still a word.
-        if not isinstance(values, dict) or values.get("profile") in (None, UNSET):
-            return values
-        profile = DeviceProfile.read(Path(values["profile"]))
-        for name, measured in (("decode", profile.decode), ("training", profile.training)):
-            # Equal values are accepted, because the resolved settings of a run contain both.
-            if name in values and type(measured).model_validate(values[name]) != measured:
-                raise ValueError(
-                    f"expected emulation.{name} to come from the profile {values['profile']}, "
-                    f"got other values for it; leave out one of the two"
-                )
-        return values | {"decode": profile.decode, "training": profile.training}
 
 
 class EvaluationSettings(Section):

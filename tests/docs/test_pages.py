@@ -106,8 +106,9 @@ def test_every_setting_that_a_page_names_exists(page: Path) -> None:
     if page.name == "moving.md":  # what others call it stands in the first column
         text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
     named = {key for key in settings(text) if key.split(".")[0] in Settings.model_fields}
-    sections = {key.rpartition(".")[0] for key in known_keys()}
-    assert named <= {*known_keys(), *sections}, sorted(named - {*known_keys(), *sections})
+    known = {*known_keys(in_tables=True)}
+    known |= {key.rpartition(".")[0] for key in known}
+    assert named <= known, sorted(named - known)
 
 
 def test_the_runbook_knows_every_alert() -> None:
@@ -178,7 +179,7 @@ KILOBYTES = {
     "docs/bad-reward.md": 4,
     "docs/code-map.md": 10,
     "docs/concepts.md": 9,
-    "docs/emulation.md": 4.5,
+    "docs/emulation.md": 9,
     "docs/environments.md": 4.5,
     "docs/gateway.md": 8,
     "docs/gpu.md": 5.5,

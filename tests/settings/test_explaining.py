@@ -27,6 +27,16 @@ def test_a_section_lists_its_settings() -> None:
     assert any(line.startswith("  token_budget ") for line in lines)
 
 
+def test_a_table_is_one_setting_and_lists_its_fields() -> None:
+    tables = ["emulation.decode", "emulation.lengths", "emulation.training"]
+    assert [key for key in known_keys() if key.startswith("emulation.")][2:] == tables
+    lines = explain("emulation.decode")
+    assert any(line.startswith("  step_s ") for line in lines)
+    assert lines[-1] == "  set its fields in [emulation.decode], or as --emulation.decode.FIELD"
+    assert explain("emulation.decode.step_s")[2] == "  number > 0; default 0.01"
+    assert {"emulation.decode.step_s", "loop.mode"} <= {*known_keys(in_tables=True)}
+
+
 def test_an_unknown_setting_is_answered_with_the_nearest() -> None:
     with pytest.raises(SettingsError, match=r"did you mean training\.learning_rate\?"):
         explain("training.lr")
