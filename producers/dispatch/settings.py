@@ -41,6 +41,6 @@ class DispatchSettings(Section):
         float,
         Field(
             gt=0,
-            description="An order without progress for this time goes to another worker; doubles with each attempt.",
+            description="Seconds without progress until an order goes to another worker; doubled with each attempt.",
         ),
     ] = 300.0

@@ -212,7 +212,7 @@ def test_the_gateway_of_the_profile_answers_who_has_a_key_and_everything_stops_i
 ) -> None:
     """Beside a run that is under way; it is left while it trains."""
     task = open_task(tmp_path / "asked", {"max_steps = 200": "max_steps = 20000"})
-    compose.variables = {"STREAMRL_TASK": str(task), "STREAMRL_GENERATION__REQUEST_SLOTS": "8"}
+    compose.variables = {"STREAMRL_TASK": str(task), "STREAMRL_GATEWAY__ENABLED": "true"}
     compose("up", "--detach", profiles=("gateway",))
     address = f"http://127.0.0.1:{compose.ports['GATEWAY']}"
     said = compose("run", "--rm", "tools", "gateway", "keys", "add", "alice", "--run", "streamrl.toml")
