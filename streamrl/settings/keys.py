@@ -47,7 +47,7 @@ REMOVED = {
     # [evaluation]
     # [gateway]
     # [generation]
-    "generation.chunk_tokens": "always 32, and a 16th of loop.max_completion_length if that is less",
+    "generation.chunk_tokens": "always 32, or less where durable partial trajectories need it",
     "generation.drain_grace_s": "always 10 s",
     "generation.fencing_timeout_s": "five eighths of loop.heartbeat_timeout_s",
     "generation.fetch_timeout_s": "always 30 s",
