@@ -91,9 +91,9 @@ async def measure(address: str, name: str, model: SampledModel, rounds: int) -> 
         model.write(directory)
         threads = max(1, (os.cpu_count() or 2) - 1)
         settings = GenerationSettings.model_validate(
-            {"engine": name, "max_num_seqs": SLOTS, "threads": threads, "dtype": model.dtype, "chunk_tokens": 1}
+            {"engine": name, "max_num_seqs": SLOTS, "threads": threads, "dtype": model.dtype}
         )
-        engine = build_engine(settings, directory)
+        engine = build_engine(settings, directory, chunk_tokens=1)
         await engine.start()
         told: dict[str, float] = {}
         reader = await asyncio.create_subprocess_exec(

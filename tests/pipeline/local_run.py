@@ -41,7 +41,6 @@ def write_config(directory: Path, model: Path, name: str, /, **sections: dict[st
             "max_staleness": 3,
             "max_completion_length": 12,
             "bucket_boundaries": [6],
-            "shards": 2,
             "heartbeat_timeout_s": 5.0,
         },
         "generation": {"max_num_seqs": 32},

@@ -21,7 +21,6 @@ from streamrl.producers.dispatch.dispatcher import Dispatcher
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import OtherRoles
 from streamrl.producers.lengths.predictor import ConstantLength
-from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.control import FlowControl
 from streamrl.schemas.identifiers import graders_group, make_group_id, make_trajectory_id, partition_of_worker
 from streamrl.schemas.reports import SkipReason, WorkerState
@@ -63,7 +62,7 @@ class _VariedLengths(ConstantLength):
 
 def dispatcher_on(bus: SlowBus, *, has_graders: bool = False) -> Dispatcher:
     """Make a dispatcher with short leases."""
-    predictor = _VariedLengths(LengthSettings(), LOOP)
+    predictor = _VariedLengths(LOOP)
     roles = OtherRoles(has_graders=has_graders)
     settings = DispatchSettings(order_timeout_s=1.0)
     dispatcher = Dispatcher(bus, bus.run, LOOP, settings, CountedSource(), predictor, roles=roles)

@@ -9,7 +9,8 @@ def test_a_worker_reports_often_and_fences_before_it_counts_as_lost(timeout_s: f
     pace = pace_of(LoopSettings(heartbeat_timeout_s=timeout_s))
     assert 8 * pace.heartbeat_interval_s <= timeout_s
     assert pace.fencing_timeout_s < timeout_s
-    assert (pace.heartbeat_interval_s, pace.fencing_timeout_s) <= (1.0, 5.0)
+    assert pace.heartbeat_interval_s <= 1.0
+    assert pace.fencing_timeout_s <= 5.0
 
 
 @pytest.mark.parametrize(("longest", "chunk"), [(1, 1), (64, 4), (1024, 64), (32_768, 256)])
