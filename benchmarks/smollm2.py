@@ -52,7 +52,7 @@ def measure(options: argparse.Namespace, task: Path, began: float) -> dict[str, 
     print(f"before: {before}", flush=True)
     overrides = [
         *("--evaluation.function=none", f"--training.max_steps={NO_LIMIT}", f"--training.checkpoint_every={NO_LIMIT}"),
-        *(f"--run.seed={options.seed}", f"--generation.engine={options.engine}", "--run.shutdown_grace_s=120"),
+        *(f"--run.seed={options.seed}", f"--generation.engine={options.engine}"),
         *options.settings,
     ]
     run_began = time.monotonic()

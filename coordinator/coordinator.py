@@ -17,8 +17,7 @@ from streamrl.bus.port import Bus, Record, Subscription, TransactionalPublisher,
 from streamrl.coordinator.announcer import AnnouncedRelays, ControlAnnouncer
 from streamrl.coordinator.policies import CoordinatorContext, Followed, OnePolicyControl, PolicyControl
 from streamrl.coordinator.recovery import follow_steps, recover, subscribe_members
-from streamrl.coordinator.scaling import FleetBounds, FleetWatch
-from streamrl.coordinator.settings import CoordinatorSettings, ScalingSettings
+from streamrl.coordinator.scaling import SETTLE_STEPS, FleetBounds, FleetWatch
 from streamrl.coordinator.state import ACTIONS, CoordinatorState, Liveness, Membership, VersionLedger, decide
 from streamrl.schemas.control import OperatorCommand, WeightsReady
 from streamrl.schemas.errors import FinishedRunContinues
@@ -39,15 +38,21 @@ RELAYS_AGAIN_S = 5.0
 LOOPS = ("steps", "members")
 CLAIM_AGAIN_S = 2.0
 """Seconds of two heartbeats: a superseded worker that has read its successor's claim has left by then."""
+FINISH_TIMEOUT_S = 60.0
+"""Seconds after a coordinator's start in which a run that finished before it may still be continued. A trainer that
+continues the run loads its model in this time."""
 
 
 @dataclass(frozen=True)
 class FleetScaling:
-    """How the number of workers is decided. ``overlaps``: whether generation goes on while a step is trained."""
+    """How the number of workers is decided.
+
+    ``overlaps``: whether generation goes on while a step is trained. ``settle_steps``: see ``FleetWatch``.
+    """
 
     bounds: FleetBounds
-    settings: ScalingSettings
     overlaps: bool
+    settle_steps: int = SETTLE_STEPS
 
 
 @dataclass(frozen=True)
@@ -61,11 +66,23 @@ class LastEvaluation:
     patience_s: float
 
 
+@dataclass(frozen=True)
+class CoordinatorTimeouts:
+    """Time-outs in seconds.
+
+    ``heartbeat_s``: silence after which a worker or relay is lost. ``finish_s``: see ``FINISH_TIMEOUT_S``.
+    """
+
+    heartbeat_s: float = LoopSettings().heartbeat_timeout_s
+    finish_s: float = FINISH_TIMEOUT_S
+
+
 @dataclass
 class Coordinator:
     """The coordinator of a run; a second one supersedes the first.
 
-    ``on_tick`` is called with a loop's name at each of its turns. ``scaling``: None if the number of workers is fixed.
+    ``relays``: addresses to announce after those of relays that send heartbeats. ``on_tick`` is called with a loop's
+    name at each of its turns. ``scaling``: None if the number of workers is fixed.
     ``evaluation``: None if the run has none. ``clock`` is monotonic: with it and the arrival of heartbeats the
     coordinator decides which workers are alive. ``time_of_day`` is only written into messages. ``policies`` answers
     questions that depend on how many policies share the stream; by default there is one.
@@ -73,9 +90,9 @@ class Coordinator:
 
     bus: Bus
     run_name: str
-    settings: CoordinatorSettings
+    relays: tuple[str, ...] = ()
     clock: Callable[[], float] = time.monotonic
-    heartbeat_timeout_s: float = LoopSettings().heartbeat_timeout_s
+    timeouts: CoordinatorTimeouts = CoordinatorTimeouts()
     policies: Callable[[CoordinatorContext], PolicyControl] = OnePolicyControl
     on_tick: Callable[[str], None] = lambda name: None
     scaling: FleetScaling | None = None
@@ -100,7 +117,7 @@ class Coordinator:
 
     async def _serve(self, publisher: TransactionalPublisher, clients: AsyncExitStack, stop: asyncio.Event) -> None:
         """Read the topics after the older coordinator was fenced, so that it cannot write to them any more."""
-        presence = Presence(Membership(self.heartbeat_timeout_s), RelayMembership(self.heartbeat_timeout_s))
+        presence = Presence(Membership(self.timeouts.heartbeat_s), RelayMembership(self.timeouts.heartbeat_s))
         context = self._context(publisher, presence)
         policies, state = self.policies(context), context.state
         steps = await recover(self.bus, self.run_name, state, policies)
@@ -126,7 +143,7 @@ class Coordinator:
             publisher=publisher,
             run=self.run_name,
             state=state,
-            relays=lambda: _announced(presence.relays, self.settings.relays, self.clock()),
+            relays=lambda: _announced(presence.relays, self.relays, self.clock()),
             time_of_day=self.time_of_day,
             on_tick=self.tick_all,
         )
@@ -339,7 +356,7 @@ class CoordinatorSession:
     def _may_go_on(self, last: PolicyVersion) -> bool:
         """Whether the end is older than this session, and the trainer of a continued run may still be starting."""
         open_for_s = self.coordinator.clock() - self.end.started_at
-        return last == self.end.old_finish and open_for_s < self.coordinator.settings.finish_timeout_s
+        return last == self.end.old_finish and open_for_s < self.coordinator.timeouts.finish_s
 
     def _is_evaluated_still(self, last: StepReport) -> bool:
         """Whether workers must stay for the evaluation of the last weights that are due."""
@@ -457,4 +474,6 @@ def _watch(scaling: FleetScaling | None, wanted: int | None) -> FleetWatch | Non
     if scaling is None:
         return None
     fewest = scaling.bounds.fewest
-    return FleetWatch(scaling.bounds, scaling.settings, scaling.overlaps, fewest if wanted is None else wanted)
+    return FleetWatch(
+        scaling.bounds, scaling.overlaps, fewest if wanted is None else wanted, settle_steps=scaling.settle_steps
+    )

@@ -14,13 +14,19 @@ Invariants: a_worker_is_added_only_if_it_saves_no_more_than_is_missing; an_added
 
 from dataclasses import dataclass, field
 
-from streamrl.coordinator.settings import ScalingSettings
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import Heartbeat, StepReport, WorkerState
 
 NO_VERSION = PolicyVersion(0, 0)
 WAITING = 0.05
 """Share of a step that the trainer must wait so that generation counts as the longer stage; less is overhead."""
+SETTLE_STEPS = 1
+"""Whole steps to ignore after the number of workers changed: the first one has a part with the old number."""
+SPARE_MARGIN = 0.15
+"""A worker leaves if without it generation takes this share less than training. Smaller margins let workers come and go
+with the noise of the times."""
+IDLE_STEPS = 3
+"""Steps in a row for which the margin must hold before a worker leaves: one short batch is no reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +74,17 @@ class ScalingRule:
     """Decides after each step whether a worker is added or leaves."""
 
     bounds: FleetBounds
-    settings: ScalingSettings
+    margin: float = SPARE_MARGIN
+    idle_steps: int = IDLE_STEPS
     _spare_steps: int = field(default=0, init=False)
 
     def decide(self, times: StageTimes) -> ScalingDecision | None:
         """The decision after a step; None if nothing changes."""
-        # Several steps in a row, because lengths vary: one short batch is no reason to remove a worker.
-        spare = times.with_one_fewer_s <= times.train_s * (1 - self.settings.margin)
+        spare = times.with_one_fewer_s <= times.train_s * (1 - self.margin)
         self._spare_steps = self._spare_steps + 1 if spare else 0
         if times.workers < self.bounds.most and times.delta_s >= times.gain_s > 0:
             return self._decided(times, 1, f"saves {times.gain_s:.1f} s of the {times.delta_s:.1f} s that are missing")
-        if times.workers > self.bounds.fewest and self._spare_steps >= self.settings.idle_steps:
+        if times.workers > self.bounds.fewest and self._spare_steps >= self.idle_steps:
             return self._decided(
                 times, -1, f"without it {times.with_one_fewer_s:.1f} s, training takes {times.train_s:.1f} s"
             )
@@ -99,9 +105,10 @@ class FleetWatch:
     """
 
     bounds: FleetBounds
-    settings: ScalingSettings
     overlaps: bool
     wanted: int
+    settle_steps: int = SETTLE_STEPS
+    idle_steps: int = IDLE_STEPS
     _rule: ScalingRule = field(init=False)
     _ready: dict[str, bool] = field(default_factory=dict)
     _occupied: list[float] = field(default_factory=list)
@@ -110,7 +117,7 @@ class FleetWatch:
 
     def __post_init__(self) -> None:
         self.wanted = self.bounds.nearest(self.wanted)
-        self._rule = ScalingRule(self.bounds, self.settings)
+        self._rule = ScalingRule(self.bounds, idle_steps=self.idle_steps)
 
     @property
     def workers(self) -> int:
@@ -141,7 +148,7 @@ class FleetWatch:
         self._settled += 1
         # If no heartbeat arrived during a short step, slots count as busy, so that no worker is removed.
         times = self._stage_times(report, sum(occupied) / len(occupied) if occupied else 1.0)
-        if self._settled <= self.settings.settle_steps or times is None:
+        if self._settled <= self.settle_steps or times is None:
             return None
         decision = self._rule.decide(times)
         if decision is not None:

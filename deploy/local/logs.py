@@ -18,6 +18,10 @@ import structlog
 from streamrl.bus.waiting import in_thread, wait_for_event
 
 LOOK_EVERY_S = 5.0
+MAX_BYTES = 32 << 20
+"""Bytes at which a log is rotated: the hours before a failure fit, and an editor still opens it."""
+BACKUP_COUNT = 3
+"""Rotated copies that are kept of each log."""
 
 log = structlog.get_logger()
 
@@ -27,8 +31,8 @@ class LogRotation:
     """Keeps each ``*.log`` in ``folder`` at about ``max_bytes``, with ``backup_count`` copies; ``.1`` is the newest."""
 
     folder: Path
-    max_bytes: int
-    backup_count: int
+    max_bytes: int = MAX_BYTES
+    backup_count: int = BACKUP_COUNT
     look_every_s: float = LOOK_EVERY_S
     _failing: set[Path] = field(default_factory=set)
 

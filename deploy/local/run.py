@@ -39,7 +39,7 @@ from streamrl.deploy.local.resuming import (
     storage_of,
 )
 from streamrl.deploy.local.specs import ChildSpecs
-from streamrl.deploy.local.supervisor import CRASHED_AT_STOP, ChildSpec, Supervisor, stop_on_signals
+from streamrl.deploy.local.supervisor import CRASHED_AT_STOP, STOP_GRACE_S, ChildSpec, Supervisor, stop_on_signals
 from streamrl.deploy.local.task_check import check_task, require_readable, require_room, require_writable
 from streamrl.deploy.local.watching import Progress, show_progress, watch
 from streamrl.deploy.wiring.broker import broker_for
@@ -269,7 +269,7 @@ async def _train_until(
     specs = _specs(making, settings)
     if settings.run.audit:
         specs.append(making.audit(address))
-    supervisor = Supervisor(specs, settings.run.max_restarts, settings.run.shutdown_grace_s)
+    supervisor = Supervisor(specs, settings.run.max_restarts, settings.generation.drain_grace_s + STOP_GRACE_S)
     bus, run = KafkaBus(kafka), settings.run.name
     state = RunState(run, settings.rewards.weight_by_name, run_parts(run))
     connection = RunConnection(kafka, run, settings)
@@ -284,11 +284,12 @@ async def _train_until(
     progress: Progress = partial(show_progress, state, settings.training.max_steps, supervisor.restarts)
     if top:
         progress = partial(watch, directory, address, secrets, progress)
-    rotation = LogRotation(directory.logs, settings.run.log_max_bytes, settings.run.log_backup_count)
+    rotation = LogRotation(directory.logs)
     others: list[LogRotation | Fleet | RemoteTrainerWatch] = [rotation, *([fleet] if fleet else [])]
     if not (settings.run.trainer or standbys(settings)):
-        patience_s = settings.coordinator.finish_timeout_s
-        others.append(RemoteTrainerWatch(state, settings.training.max_steps, supervisor, patience_s))
+        from streamrl.coordinator.coordinator import FINISH_TIMEOUT_S
+
+        others.append(RemoteTrainerWatch(state, settings.training.max_steps, supervisor, FINISH_TIMEOUT_S))
     index = _index_follower(bus, settings, directory)
     try:
         await _supervise(supervisor, feed, index, others, progress, stop)

@@ -46,6 +46,9 @@ TRANSIENT_S = 6.0
 """Least delay in seconds after a possibly transient error: a Kafka broker takes some seconds to come back."""
 LEAVING_S = 60.0
 """Seconds around the undoing of the run's end; a process that exits within them is assumed to do so because of it."""
+STOP_GRACE_S = 120.0
+"""Seconds in which a process must exit after SIGTERM: a trainer writes the checkpoint of a large model in this time. A
+second Ctrl-C does not wait."""
 TAIL_BYTES = 16 << 10
 """Bytes at the end of a log that are searched for the error: asyncio's longest traceback has some kilobytes."""
 # The last line that a failing process prints: an error line of StreamRL, a traceback's last line, or a logged error.
@@ -185,7 +188,7 @@ class Supervisor:
 
     specs: Sequence[ChildSpec]
     max_restarts: int
-    grace_s: float
+    grace_s: float = STOP_GRACE_S
     children: dict[str, Child] = field(init=False, default_factory=dict)
     restarts: dict[str, int] = field(init=False, default_factory=dict)
     ended: set[str] = field(init=False, default_factory=set)

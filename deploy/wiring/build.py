@@ -75,7 +75,7 @@ def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinat
     Raises:
         SettingsError: the settings name no relay, so no worker could ever fetch weights.
     """
-    from streamrl.coordinator.coordinator import Coordinator
+    from streamrl.coordinator.coordinator import Coordinator, CoordinatorTimeouts
     from streamrl.coordinator.policies import OnePolicyControl
 
     relays = settings.coordinator.relays
@@ -86,14 +86,12 @@ def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinat
             )
         # Without a list there is one relay, at the address in its own section.
         relays = (f"http://{settings.relay.host}:{settings.relay.port}",)
-    # Sections are frozen, so the derived relays go into a copy.
-    coordinator = settings.coordinator.model_copy(update={"relays": relays})
     hooks = policy_hooks()
     return Coordinator(
         context.bus,
         settings.run.name,
-        coordinator,
-        heartbeat_timeout_s=settings.loop.heartbeat_timeout_s,
+        relays,
+        timeouts=CoordinatorTimeouts(settings.loop.heartbeat_timeout_s),
         policies=OnePolicyControl if hooks is None else hooks.control,
         on_tick=context.on_tick,
         scaling=_scaling(settings),
@@ -109,7 +107,7 @@ def _scaling(settings: Settings) -> "FleetScaling | None":
     if settings.run.max_workers is None:
         return None
     bounds = FleetBounds(settings.run.workers, settings.run.max_workers)
-    return FleetScaling(bounds, settings.scaling, overlaps=settings.loop.staleness_bound > 0)
+    return FleetScaling(bounds, overlaps=settings.loop.staleness_bound > 0)
 
 
 def build_relay(settings: Settings, context: ProcessContext) -> "Relay":

@@ -52,6 +52,9 @@ LEADING = ("coordinator", "dispatcher")
 """Roles of the core that must check the run's identity first, since they would fence or lead processes of another run
 with the same name. A worker learns the run's identity from the control topic, a relay is not involved, and the trainer
 claims the run."""
+WATCHDOG_S = 600.0
+"""Seconds without progress after which a process exits and is restarted. A trainer's micro-batch of a large model on a
+busy machine may take minutes."""
 EXIT_CODE = 70
 """Exit code of a process that its watchdog ended: EX_SOFTWARE of sysexits.h."""
 
@@ -80,7 +83,7 @@ def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = Fal
     # Imported here, because it loads slowly, and `--help` and logging do not need it.
     from streamrl.deploy.wiring.build import build_role
 
-    watchdog = Watchdog(settings.run.watchdog_s)
+    watchdog = Watchdog(WATCHDOG_S)
     # Observers open before the role, which is built with them, and close after it, so that they see its last records.
     with ExitStack() as stack:
         run = settings.run

@@ -318,7 +318,6 @@ def _smollm2(run: str) -> Example:
     entries = (
         Entry("run.name", run),
         Entry("run.workers", 1, "generation workers on this machine; more may join from elsewhere"),
-        Entry("run.watchdog_s", 600.0, "one step of the trainer may take minutes on a busy machine"),
         Entry("model.path", MODEL_DIRECTORY, "SmolLM2-135M-Instruct in bfloat16, next to this file"),
         Entry("data.path", PROMPTS, "chat turns: two solved sums as examples, then the question"),
         Entry("rewards.functions", ["math_verify", "my_rewards:in_tags"]),

@@ -226,7 +226,7 @@ class _Parts:
         """Run until the trainer ends. A role that ends earlier has failed, and its error is raised."""
         name, stop = self.settings.run.name, asyncio.Event()
         trainer, dispatcher = self._trainer(), self._dispatcher()
-        coordinator = Coordinator(self.bus, name, self.settings.coordinator, self.clock, time_of_day=self.clock)
+        coordinator = Coordinator(self.bus, name, self.settings.coordinator.relays, self.clock, time_of_day=self.clock)
         workers = [self._worker(number) for number in range(self.settings.run.workers)]
         others = [asyncio.create_task(coordinator.run(stop)), asyncio.create_task(dispatcher.run(stop))]
         others += [asyncio.create_task(worker.run(stop)) for worker in workers]

@@ -80,9 +80,9 @@ async def supervise_instance(
     Raises:
         StreamRLError: see ``keep_trainer_alive``.
     """
-    supervisor = Supervisor([spec], run.max_restarts, run.shutdown_grace_s)
+    supervisor = Supervisor([spec], run.max_restarts)
     watch = DetachWatch(bus, run.name, run.instance, attached_at, supervisor)
-    rotation = LogRotation(spec.log_path.parent, run.log_max_bytes, run.log_backup_count)
+    rotation = LogRotation(spec.log_path.parent)
     over = asyncio.Event()
     watching = [asyncio.create_task(loop.run(over)) for loop in (watch, rotation)]
     try:

@@ -44,7 +44,7 @@ def explain(key: str, settings: Settings | None = None) -> list[str]:
     if name not in keys_in(tuple(sections)):
         if now := RENAMED.get(key):
             raise SettingsError(f"setting {key} is now {now}")
-        if instead := REMOVED.get(key):
+        if instead := REMOVED.get(key) or REMOVED.get(path[0]):
             raise SettingsError(f"setting {key} was removed: {instead}")
         raise SettingsError(f"unknown setting {key}{suggestion(path)}")
     if inner := keys_in(path):

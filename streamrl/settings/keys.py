@@ -18,7 +18,6 @@ RENAMED = {
     "intake": "ingest",
     "batching.launch_share": "batching.fixed_cost_fraction",
     "batching.quadratic_share": "batching.attention_cost_fraction",
-    "coordinator.finish_patience_s": "coordinator.finish_timeout_s",
     "coordinator.heartbeat_timeout_s": "loop.heartbeat_timeout_s",
     "dispatch.lease_s": "loop.heartbeat_timeout_s",
     "generation.stream_tokens": "generation.partial_trajectories",
@@ -32,6 +31,10 @@ REMOVED = {
     # [algorithm]
     # [batching]
     # [coordinator]
+    **dict.fromkeys(
+        ("coordinator.finish_timeout_s", "coordinator.finish_patience_s"),
+        "a finished run always has 60 s after a restart in which it may continue",
+    ),
     # [data]
     # [dispatch]
     "dispatch.adoption_patience_s": "always 5 s",
@@ -75,14 +78,21 @@ REMOVED = {
     # [loop]
     "loop.shards": "always 2",
     # [metrics]
+    "metrics.lag_interval_s": "the broker is asked for consumer lag every 10 s",
     # [relay]
     # [rewards]
     # [run]
+    **dict.fromkeys(
+        ("run.log_max_bytes", "run.log_backup_count"), "a log is rotated at 32 MiB, and 3 older ones are kept"
+    ),
+    "run.shutdown_grace_s": "processes have generation.drain_grace_s and 120 s to exit; a second Ctrl-C kills them",
+    "run.watchdog_s": "a process without progress always exits after 600 s, and is restarted",
     # [scaling]
+    "scaling": "a worker leaves if for 3 steps generation without it would take 15 % less than training",
     # [sender]
     # [training]
 }
-"""Removed keys, each with the behaviour that replaced it."""
+"""Removed keys and sections, each with the behaviour that replaced it."""
 
 GROUPS = "loop.groups_per_step (prompts a step, all devices together)"
 COMPLETION = "loop.max_completion_length"

@@ -10,7 +10,7 @@ from streamrl.consumers.algorithms.settings import AlgorithmSettings
 from streamrl.consumers.batching.settings import BatchingSettings
 from streamrl.consumers.ingest.settings import IngestSettings
 from streamrl.consumers.training.settings import TrainingSettings
-from streamrl.coordinator.settings import CoordinatorSettings, ScalingSettings
+from streamrl.coordinator.settings import CoordinatorSettings
 from streamrl.observability.metrics.settings import MetricsSettings, TrackingSettings
 from streamrl.observability.tracing.settings import TelemetrySettings
 from streamrl.producers.dispatch.settings import DispatchSettings
@@ -64,13 +64,6 @@ class RunSettings(Section):
         Field(description="Whether `streamrl run` starts the trainer; if false, start `streamrl trainer` elsewhere."),
     ] = True
     max_restarts: Annotated[int, Field(ge=0, description="Restarts of one process before the run gives up.")] = 5
-    watchdog_s: Annotated[
-        float, Field(gt=0, description="Seconds without progress after which a process exits and is restarted.")
-    ] = 120.0
-    log_max_bytes: Annotated[
-        int, Field(ge=1 << 16, description="Bytes at which a process's log in the run's directory is rotated.")
-    ] = 32 << 20
-    log_backup_count: Annotated[int, Field(ge=0, le=100, description="Rotated logs that are kept per process.")] = 3
     log_files: Annotated[
         bool,
         Field(
@@ -85,9 +78,6 @@ class RunSettings(Section):
     audit: Annotated[
         bool, Field(description="Audit the run while it is running, as `streamrl audit --follow` does.")
     ] = False
-    shutdown_grace_s: Annotated[
-        float, Field(gt=0, description="Seconds that processes have to exit cleanly after Ctrl-C or SIGTERM.")
-    ] = 20.0
 
     @field_validator("instance")
     @classmethod
@@ -217,7 +207,6 @@ class CoreSettings(Section):
     training: TrainingSettings = TrainingSettings()
     coordinator: CoordinatorSettings = CoordinatorSettings()
     relay: RelaySettings = RelaySettings()
-    scaling: ScalingSettings = ScalingSettings()
     kafka: KafkaSettings = KafkaSettings()
     metrics: MetricsSettings = MetricsSettings()
     tracking: TrackingSettings = TrackingSettings()

@@ -6,9 +6,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from streamrl.bus.memory import MemoryBus
-from streamrl.coordinator.coordinator import Coordinator, FleetScaling, LastEvaluation
+from streamrl.coordinator.coordinator import (
+    FINISH_TIMEOUT_S,
+    Coordinator,
+    CoordinatorTimeouts,
+    FleetScaling,
+    LastEvaluation,
+)
 from streamrl.coordinator.policies import CoordinatorContext, OnePolicyControl, PolicyControl
-from streamrl.coordinator.settings import CoordinatorSettings
 from streamrl.schemas.control import Control
 from streamrl.schemas.messages import Message
 from streamrl.schemas.topics import CONTROL, Topic
@@ -37,14 +42,12 @@ async def running(
     evaluation: LastEvaluation | None = None,
     heartbeat_timeout_s: float = 8.0,
     policies: Callable[[CoordinatorContext], PolicyControl] = OnePolicyControl,
-    **settings: float,
+    finish_timeout_s: float = FINISH_TIMEOUT_S,
 ) -> AsyncIterator["asyncio.Task[None]"]:
     """A coordinator that is ready; at the end it is stopped, and fails the test if it failed."""
     stop = asyncio.Event()
-    told = CoordinatorSettings(relays=RELAYS, **settings)
-    coordinator = Coordinator(
-        bus, "r", told, clock, heartbeat_timeout_s, policies, scaling=scaling, evaluation=evaluation
-    )
+    timeouts = CoordinatorTimeouts(heartbeat_timeout_s, finish_timeout_s)
+    coordinator = Coordinator(bus, "r", RELAYS, clock, timeouts, policies, scaling=scaling, evaluation=evaluation)
     task = asyncio.create_task(coordinator.run(stop))
     await asyncio.sleep(0.05)
     try:

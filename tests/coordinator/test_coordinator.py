@@ -5,7 +5,6 @@ from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Outgoing
 from streamrl.coordinator.coordinator import FleetScaling, LastEvaluation
 from streamrl.coordinator.scaling import FleetBounds
-from streamrl.coordinator.settings import ScalingSettings
 from streamrl.schemas.control import (
     DrainWorker,
     FleetTarget,
@@ -215,7 +214,7 @@ async def test_commands_sent_while_no_coordinator_lives_are_carried_out_once_and
 
 
 async def test_a_long_wait_of_the_trainer_asks_for_one_more_worker_once() -> None:
-    bus, scaling = new_bus(), FleetScaling(FleetBounds(1, 3), ScalingSettings(settle_steps=0), overlaps=True)
+    bus, scaling = new_bus(), FleetScaling(FleetBounds(1, 3), overlaps=True, settle_steps=0)
 
     def waiting(number: int) -> StepReport:
         metrics = {"time/step": 10.0, "time/wait_for_batch": 9.0}

@@ -2,8 +2,7 @@ from itertools import pairwise
 
 import pytest
 
-from streamrl.coordinator.scaling import FleetBounds, FleetWatch, ScalingRule, StageTimes
-from streamrl.coordinator.settings import ScalingSettings
+from streamrl.coordinator.scaling import IDLE_STEPS, SPARE_MARGIN, FleetBounds, FleetWatch, ScalingRule, StageTimes
 from streamrl.schemas.reports import Heartbeat, StepReport, WorkerState
 from tests.coordinator.factories import heartbeat, step_report
 
@@ -14,8 +13,8 @@ PREDICTED = {4: 25.8, 5: 19.3, 6: 12.9, 7: 10.0}
 """What one more node saves, by nodes: the paper gives no figures; each lies between the deltas around its addition."""
 
 
-def rule(fewest: int = 1, most: int = 8, **settings: float) -> ScalingRule:
-    return ScalingRule(FleetBounds(fewest, most), ScalingSettings(**settings))
+def rule(fewest: int = 1, most: int = 8, *, margin: float = SPARE_MARGIN, idle_steps: int = IDLE_STEPS) -> ScalingRule:
+    return ScalingRule(FleetBounds(fewest, most), margin, idle_steps)
 
 
 def test_nodes_are_added_after_the_same_iterations_as_in_the_paper() -> None:
@@ -82,8 +81,8 @@ def test_growing_lengths_add_workers_one_by_one_and_never_remove_one() -> None:
     assert seen[-1] == 8
 
 
-def watch(*, overlaps: bool = True, wanted: int = 2, **settings: float) -> FleetWatch:
-    made = FleetWatch(FleetBounds(1, 3), ScalingSettings(settle_steps=0, **settings), overlaps, wanted)
+def watch(*, overlaps: bool = True, wanted: int = 2, idle_steps: int = IDLE_STEPS) -> FleetWatch:
+    made = FleetWatch(FleetBounds(1, 3), overlaps, wanted, settle_steps=0, idle_steps=idle_steps)
     for worker in ("w0", "w1"):
         made.heard(beat(worker))
     made.stepped(report(1, step_s=10.0, waited_s=0.0))

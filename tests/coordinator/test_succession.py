@@ -7,7 +7,6 @@ import pytest
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Outgoing
 from streamrl.coordinator.coordinator import CLAIM_AGAIN_S, Coordinator
-from streamrl.coordinator.settings import CoordinatorSettings
 from streamrl.schemas.control import RunFinished, WeightsReady, WorkerClaimed, control_key
 from streamrl.schemas.errors import BusUnavailable, DeliveryUnknown, Superseded
 from streamrl.schemas.identifiers import PolicyVersion
@@ -45,7 +44,7 @@ async def test_a_coordinator_killed_before_or_after_an_announcement_is_followed_
     await publish(bus, STEPS, step_report(1, 3))
     stop = asyncio.Event()
     with pytest.raises(ExceptionGroup):
-        await Coordinator(bus, "r", CoordinatorSettings(relays=RELAYS)).run(stop)
+        await Coordinator(bus, "r", RELAYS).run(stop)
     await publish(bus, STEPS, step_report(1, 4))
     async with running(bus):
         await until(lambda: versions(bus)[-1:] == [PolicyVersion(1, 4)])
@@ -82,7 +81,7 @@ async def test_a_zombie_announces_nothing() -> None:
 
 async def test_a_coordinator_that_was_replaced_ends_superseded() -> None:
     bus = new_bus()
-    first = asyncio.create_task(Coordinator(bus, "r", CoordinatorSettings(relays=RELAYS)).run(asyncio.Event()))
+    first = asyncio.create_task(Coordinator(bus, "r", RELAYS).run(asyncio.Event()))
     await asyncio.sleep(0.05)
     async with running(bus):
         await publish(bus, STEPS, step_report(1, 3))

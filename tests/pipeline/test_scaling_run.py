@@ -34,8 +34,6 @@ max_num_seqs = 8
 [training]
 backend = "emulated"
 max_steps = {steps}
-[scaling]
-idle_steps = 2
 [emulation]
 time_scale = 10.0
 [emulation.lengths]

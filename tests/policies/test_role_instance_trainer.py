@@ -61,7 +61,7 @@ class Attached:
     def start(self) -> "asyncio.Task[Sequence[str]]":
         command = [sys.executable, "-c", f"import os; print('pid', os.getpid(), flush=True)\n{self.code}"]
         spec = ChildSpec("trainer-second", command, self.log, essential=True)
-        run = RunSettings(name="demo", instance="second", max_restarts=self.max_restarts, shutdown_grace_s=5)
+        run = RunSettings(name="demo", instance="second", max_restarts=self.max_restarts)
         return asyncio.create_task(supervise_instance(spec, run, self.bus, ATTACHED_AT, self.stop))
 
     def pids(self) -> list[int]:

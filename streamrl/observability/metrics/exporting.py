@@ -29,6 +29,8 @@ log = structlog.get_logger()
 
 COLLECT_EVERY_S = 2.0
 """Less than Prometheus's usual 15 s between scrapes, and rare enough to cost nothing."""
+LAG_INTERVAL_S = 10.0
+"""Seconds between two requests to the broker for consumer lag: less than Prometheus' usual interval of 15 s."""
 TARGETS = ".prometheus"
 """Folder where Prometheus finds the processes of all runs; one folder, since it takes wildcards only for files."""
 
@@ -90,7 +92,7 @@ def open_metering(
     metering.tasks.append(Collecting(meters, collectors).run)
     # one process of a run asks for the lag: the coordinator, since there is only one
     if role == "coordinator":
-        metering.tasks.append(LagSampler(meters, kafka, settings.lag_interval_s).run)
+        metering.tasks.append(LagSampler(meters, kafka).run)
     target = directory / TARGETS / f"{run_name}-{process}.json"
     with endpoint(meters.registry, settings.host, settings.port, process, target):
         yield metering
@@ -130,7 +132,7 @@ class LagSampler:
 
     meters: Meters
     kafka: KafkaSettings
-    interval_s: float
+    interval_s: float = LAG_INTERVAL_S
 
     async def run(self, stop: asyncio.Event) -> None:
         """Ask the broker until stopped, over connections that stay open.

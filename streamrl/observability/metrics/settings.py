@@ -21,9 +21,6 @@ class MetricsSettings(Section):
         ),
     ] = 0
     host: Annotated[str, Field(description="Address to listen on; 0.0.0.0 in containers.")] = "127.0.0.1"
-    lag_interval_s: Annotated[
-        float, Field(ge=1, description="Seconds between the coordinator's requests to the broker for consumer lag.")
-    ] = 10.0
 
 
 class TrackingSettings(Section):

@@ -13,9 +13,8 @@ from random import Random
 from unittest import mock
 
 from streamrl.coordinator import coordinator
-from streamrl.coordinator.coordinator import Coordinator, FleetScaling
+from streamrl.coordinator.coordinator import Coordinator, CoordinatorTimeouts, FleetScaling
 from streamrl.coordinator.scaling import FleetBounds
-from streamrl.coordinator.settings import CoordinatorSettings, ScalingSettings
 from streamrl.policies import arms
 from streamrl.policies.coordinating import SeveralPolicyControl
 from streamrl.policies.splitting import deal_workers
@@ -132,10 +131,9 @@ class _RunAroundCoordinator:
         return Coordinator(
             self.bus,
             self.bus.run,
-            CoordinatorSettings(),
-            heartbeat_timeout_s=0.15,
+            timeouts=CoordinatorTimeouts(heartbeat_s=0.15),
             policies=SeveralPolicyControl,
-            scaling=FleetScaling(FleetBounds(1, WORKERS + 4), ScalingSettings(settle_steps=0), overlaps=True),
+            scaling=FleetScaling(FleetBounds(1, WORKERS + 4), overlaps=True, settle_steps=0),
         )
 
     def listen(self) -> None:

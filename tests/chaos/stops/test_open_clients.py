@@ -14,7 +14,6 @@ import pytest
 from streamrl.bus.history import BusHistory, Extent
 from streamrl.coordinator import coordinator
 from streamrl.coordinator.coordinator import Coordinator
-from streamrl.coordinator.settings import CoordinatorSettings
 from streamrl.policies import arms
 from streamrl.policies.coordinating import SeveralPolicyControl
 from streamrl.producers.evaluation import evaluator
@@ -50,7 +49,7 @@ class CancellingBus(SlowBus):
 
 
 async def _coordinate(bus: SlowBus, stop: asyncio.Event) -> None:
-    await Coordinator(bus, bus.run, CoordinatorSettings(), policies=SeveralPolicyControl).run(stop)
+    await Coordinator(bus, bus.run, policies=SeveralPolicyControl).run(stop)
 
 
 async def _rank(bus: SlowBus, stop: asyncio.Event) -> None:

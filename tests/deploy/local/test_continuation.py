@@ -8,7 +8,6 @@ from pathlib import Path
 
 from streamrl.bus.memory import MemoryBus
 from streamrl.coordinator.coordinator import Coordinator
-from streamrl.coordinator.settings import CoordinatorSettings
 from streamrl.producers.dispatch.dispatcher import Dispatcher
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.generation.pace import WorkerPace, pace_of
@@ -62,7 +61,7 @@ class Run:
         """Worker and dispatcher, which end by themselves, and a coordinator."""
         stop = asyncio.Event()
         parts = (
-            Coordinator(self.bus, "r", CoordinatorSettings(relays=(self.relay.address,))),
+            Coordinator(self.bus, "r", (self.relay.address,)),
             GenerationWorker(
                 self.bus,
                 RunContext("r", LOOP, GenerationSettings(), pace=_quick),

@@ -20,6 +20,9 @@ from tests.fakes.waiting import until
 from tests.pipeline.local_run import EMULATED
 from tests.progress import patience
 
+GRACE_S = 20.0
+"""Seconds for each process to drain: twice generation.drain_grace_s."""
+
 
 def _has_steps(directory: RunDirectory, steps: int) -> bool:
     lines = directory.metrics.read_text().splitlines() if directory.metrics.exists() else []
@@ -39,7 +42,7 @@ async def test_sigterm_drains_every_process_within_its_grace_period(tmp_path: Pa
         for name in ("worker-0", "dispatcher", "trainer", "coordinator", "relay"):
             began = time.monotonic()
             children[name].terminate()
-            code = await children[name].wait_or_kill(began + run.settings.run.shutdown_grace_s)
+            code = await children[name].wait_or_kill(began + GRACE_S)
             ended[name] = (code, round(time.monotonic() - began, 1))
         print(ended)
         assert {name: code for name, (code, _) in ended.items()} == dict.fromkeys(ended, 128 + signal.SIGTERM), ended

@@ -12,7 +12,6 @@ import pytest
 from streamrl.bus.memory import MemorySubscription
 from streamrl.bus.port import TopicPartition
 from streamrl.coordinator.coordinator import Coordinator
-from streamrl.coordinator.settings import CoordinatorSettings
 from streamrl.schemas.control import WorkerClaimed
 from streamrl.schemas.errors import Superseded
 from streamrl.schemas.reports import WorkerState
@@ -35,7 +34,7 @@ async def two_workers(tmp_path: Path, **changes: object) -> AsyncIterator[tuple[
         first, second = (make(bus=bus, engine=FakeEngine(), **changes) for _ in range(2))
         second.cache = tmp_path / "other"
         await first.control(first.relay.add(V0))
-        coordinator = asyncio.create_task(Coordinator(bus, RUN, CoordinatorSettings()).run(stop))
+        coordinator = asyncio.create_task(Coordinator(bus, RUN).run(stop))
         yield first, second
         for it in (first, second):
             it.stop.set()

@@ -16,8 +16,7 @@ from streamrl.consumers.training.failpoints import Failpoint
 from streamrl.consumers.training.ports import RestoredCheckpoint
 from streamrl.consumers.training.session import LearningSettings, TrainedRun, TrainerContext, TrainerParts
 from streamrl.consumers.training.settings import TrainingSettings
-from streamrl.coordinator.coordinator import Coordinator
-from streamrl.coordinator.settings import CoordinatorSettings
+from streamrl.coordinator.coordinator import Coordinator, CoordinatorTimeouts
 from streamrl.policies.coordinating import SeveralPolicyControl
 from streamrl.policies.dispatching import SeveralPolicyDispatch
 from streamrl.policies.following_trainer import FollowingTrainer
@@ -134,8 +133,8 @@ class Crew:
             policy = SERVED_POLICY if role == "trainer" else INSTANCE
             return self._trainer(policy, clock, chance, before_write, failpoint, directory).run
         if role == "coordinator":
-            settings, timeout_s = CoordinatorSettings(finish_timeout_s=5.0), self.loop.heartbeat_timeout_s
-            made_of = self.bus, RUN, settings, clock.monotonic, timeout_s, SeveralPolicyControl
+            timeouts = CoordinatorTimeouts(self.loop.heartbeat_timeout_s, finish_s=5.0)
+            made_of = self.bus, RUN, (), clock.monotonic, timeouts, SeveralPolicyControl
             return Coordinator(*made_of, time_of_day=clock).run
         if role == "dispatcher":
             return self._dispatcher(clock)
