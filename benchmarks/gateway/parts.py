@@ -269,9 +269,7 @@ async def serve_gateway(arguments: argparse.Namespace) -> None:
     for topic in CATALOGUE:
         bus.create_topic(topic.full_name(MODEL), topic.partition_count(8))
     loop = LoopSettings(max_prompt_length=512, max_completion_length=512)
-    settings = GatewaySettings(
-        port=0, require_key=arguments.trains, max_queued=arguments.queued, queue_timeout_s=arguments.wait_s
-    )
+    settings = GatewaySettings(port=0, require_key=arguments.trains, max_queued=arguments.queued)
     with tempfile.TemporaryDirectory() as scratch:
         gateway = Gateway(
             bus,
@@ -282,6 +280,7 @@ async def serve_gateway(arguments: argparse.Namespace) -> None:
             SECRET,
             Path(scratch),
         )
+        gateway.pool.queue_timeout_s = arguments.wait_s
         stop = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
         serving = asyncio.create_task(gateway.run(stop))

@@ -48,6 +48,12 @@ JSON = "application/json"
 TRACEPARENT = "traceparent"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _DONE = b"data: [DONE]\n\n"
+MAX_BODY_BYTES = 4 << 20
+"""Largest body of a request: half a million token ids in JSON."""
+BODY_TIMEOUT_S = 30.0
+"""Seconds in which a request's body must arrive."""
+READER_TIMEOUT_S = 30.0
+"""Seconds after which a requester that reads nothing of its stream is disconnected."""
 _NAMED = "streamrl.session"
 """Key of a request's scope: the session that the path names."""
 _STARTED_AT = "streamrl.started_at"
@@ -82,11 +88,12 @@ class NoRequestObserver:
         """Do nothing."""
 
 
-def build_app(service: CompletionService, keys: KeyRing, observer: RequestObserver) -> ASGIApp:
+def build_app(
+    service: CompletionService, keys: KeyRing, settings: GatewaySettings, observer: RequestObserver
+) -> ASGIApp:
     """The complete HTTP interface as an ASGI application."""
-    settings = service.settings
     app = FastAPI(title="StreamRL gateway", docs_url=None, redoc_url=None, separate_input_output_schemas=False)
-    Routes(service, keys, settings, observer).add_to(app)
+    Routes(service, keys, observer).add_to(app)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _internal_error)
@@ -191,7 +198,6 @@ class Routes:
 
     service: CompletionService
     keys: KeyRing
-    settings: GatewaySettings
     observer: RequestObserver
 
     def add_to(self, app: FastAPI) -> None:
@@ -281,28 +287,24 @@ class Routes:
         return use
 
     async def _body(self, request: Request) -> bytes:
-        headers, limit = request.headers, self.settings.max_body_bytes
+        headers, limit = request.headers, MAX_BODY_BYTES
         if headers.get("content-encoding", "identity") != "identity":
             raise ApiError(415, "expected a body without a Content-Encoding, got one with it")
         if headers.get("content-type", JSON).split(";")[0].strip().lower() != JSON:
             raise ApiError(415, f"expected Content-Type {JSON}, got another")
-        too_large = ApiError(
-            413, f"expected a body of at most {limit} bytes, got a larger one (gateway.max_body_bytes)"
-        )
+        too_large = ApiError(413, f"expected a body of at most {limit} bytes, got a larger one")
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > limit:
             raise too_large
         body = bytearray()
         try:
-            async with asyncio.timeout(self.settings.body_timeout_s):
+            async with asyncio.timeout(BODY_TIMEOUT_S):
                 async for chunk in request.stream():
                     body += chunk
                     if len(body) > limit:
                         raise too_large
         except TimeoutError:
-            raise ApiError(
-                408, f"expected the whole body within {self.settings.body_timeout_s:g} s, got a part of it"
-            ) from None
+            raise ApiError(408, f"expected the whole body within {BODY_TIMEOUT_S:g} s, got a part of it") from None
         return bytes(body)
 
     def _answer(self, request: Request, call: CompletionCall) -> Response:
@@ -411,8 +413,7 @@ class CallResponse(Response):
             "x-accel-buffering": "no",  # otherwise nginx buffers events
         }
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        timeout_s = self._service.settings.reader_timeout_s
-        patience = ReaderTimeout(timeout_s)
+        patience = ReaderTimeout(READER_TIMEOUT_S)
 
         async def send_chunks(*chunks: dict[str, Any], more: bool = True) -> None:
             data = b"".join(b"data: " + to_json(chunk) + b"\n\n" for chunk in chunks)
@@ -435,7 +436,9 @@ class CallResponse(Response):
         except asyncio.CancelledError:
             if not patience.ended_it():
                 raise
-            log.warning("a requester that reads nothing is disconnected", seconds=timeout_s, call=self._call.public_id)
+            log.warning(
+                "a requester that reads nothing is disconnected", seconds=READER_TIMEOUT_S, call=self._call.public_id
+            )
             abort()
         finally:
             patience.end()

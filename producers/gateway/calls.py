@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 DATASET = "gateway"
 """Name of the data set of requesters' prompts, in trajectories and for length estimates."""
+FEEDBACK = "feedback"
+"""Name of the reward that requesters give."""
 
 
 @dataclass(frozen=True)

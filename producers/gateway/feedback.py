@@ -28,7 +28,7 @@ from cachetools import FIFOCache
 
 from streamrl.bus.port import Outgoing
 from streamrl.bus.waiting import in_thread, wait_for_event
-from streamrl.producers.gateway.calls import DATASET, CompletionCall, Reply, RunningCall
+from streamrl.producers.gateway.calls import DATASET, FEEDBACK, CompletionCall, Reply, RunningCall
 from streamrl.producers.gateway.ended_sessions import SCHEMA, EndedSessions, packed, unpacked
 from streamrl.producers.gateway.refusals import ApiError, invalid, unavailable
 from streamrl.producers.gateway.requests import SessionGroup
@@ -46,6 +46,9 @@ REMEMBERED_CONSTRAINED = 1 << 14
 """Latest constrained calls that are remembered: feedback to them is refused with the reason, to earlier ones as
 unknown.
 """
+MAX_KEPT = 100_000
+"""Requests kept until they have feedback and are published; beyond that the oldest are dropped, and counted. On the
+disk they take some kilobytes each."""
 MAX_PENDING_WRITES = 4096
 """Completions that may wait for the disk; further ones are dropped and counted."""
 SWEEP_S = 1.0
@@ -143,8 +146,7 @@ class FeedbackStore:
 
     path: Path
     timeout_s: float
-    max_kept: int
-    reward_name: str
+    max_kept: int = MAX_KEPT
     lone_refusal: str = ""
     counts: FeedbackCounts = field(default_factory=FeedbackCounts)
     clock: Callable[[], float] = time.time
@@ -290,7 +292,7 @@ class FeedbackStore:
                 trajectory_id=make_trajectory_id(group_id, index),
                 sample_index=index,
                 num_generations=len(members),
-                rewards={self.reward_name: reward},
+                rewards={FEEDBACK: reward},
             )
             for group_id, members in groups.items()
             if len(members) > 1 or not self.lone_refusal

@@ -42,6 +42,8 @@ CLIENT_ID = "gateway"
 POLL_S = 0.5
 RETRY_S = 1.0
 TICK_S = 1.0
+SHUTDOWN_TIMEOUT_S = 15.0
+"""Seconds after SIGTERM for running requests to end, while new ones are refused."""
 
 
 @dataclass(frozen=True)
@@ -80,16 +82,10 @@ class Gateway:
 
     def __post_init__(self) -> None:
         settings = self.settings
-        self.pool = WorkerPool(self.secret, settings.max_queued, settings.queue_timeout_s)
-        store = FeedbackStore(
-            self.directory / "feedback.sqlite",
-            settings.feedback_timeout_s,
-            settings.max_awaiting_feedback,
-            settings.reward_name,
-            self.lone_refusal,
-        )
-        timeout_s, most = settings.feedback_timeout_s, settings.max_sessions
-        self.book = SessionBook(self.model.tokenizer, timeout_s, most, settings.reward_name)
+        self.pool = WorkerPool(self.secret, settings.max_queued)
+        timeout_s, path = settings.feedback_timeout_s, self.directory / "feedback.sqlite"
+        store = FeedbackStore(path, timeout_s, lone_refusal=self.lone_refusal)
+        self.book = SessionBook(self.model.tokenizer, timeout_s)
         self.desk = FeedbackDesk(store, self.model.loop, TRAJECTORIES.full_name(self.run_name), self.book)
 
     @property
@@ -100,8 +96,9 @@ class Gateway:
     def app(self) -> ASGIApp:
         """This gateway's HTTP interface."""
         predictor = ObservedQuantiles(self.model.loop)
-        service = CompletionService(self.model, self.settings, self.pool, predictor, self.desk, self.observers.calls)
-        return build_app(service, KeyRing(self.keys, self.settings.require_key), self.observers.requests)
+        service = CompletionService(self.model, self.pool, predictor, self.desk, self.observers.calls)
+        keys = KeyRing(self.keys, self.settings.require_key)
+        return build_app(service, keys, self.settings, self.observers.requests)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until stopped.
@@ -112,7 +109,7 @@ class Gateway:
         Waits for: requesters. No request waits for the broker.
         On failure: another worker continues the completions of a lost worker. During an outage of the broker no new
             worker is found, and rewarded completions stay on the disk. ``UserError``: the port is taken.
-        On stop: accepts no more requests, gives running ones ``shutdown_timeout_s``; completions kept for feedback
+        On stop: accepts no more requests, gives running ones ``SHUTDOWN_TIMEOUT_S``; completions kept for feedback
             stay on the disk.
         """
         self.keys.read()  # reports an invalid file now rather than in every answer
@@ -160,7 +157,7 @@ class Gateway:
                 access_log=False,
                 server_header=False,
                 backlog=BACKLOG,
-                timeout_graceful_shutdown=max(1, round(self.settings.shutdown_timeout_s)),
+                timeout_graceful_shutdown=max(1, round(SHUTDOWN_TIMEOUT_S)),
             )
         )
         serving = asyncio.create_task(server.serve(sockets=[listener]))

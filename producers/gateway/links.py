@@ -52,6 +52,8 @@ from streamrl.schemas.trajectories import LengthEstimate, SamplingParams
 log = structlog.get_logger()
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.1, 5.0
+QUEUE_TIMEOUT_S = 10.0
+"""Longest wait for a slot in seconds: after it the request gets status 429 with Retry-After, and may go elsewhere."""
 FORGET_S = 60.0
 """Seconds without connection and heartbeat after which the gateway stops trying to reach a worker."""
 SWEEP_S = 0.1
@@ -283,7 +285,7 @@ class WorkerPool:
 
     secret: str
     max_queued: int
-    queue_timeout_s: float
+    queue_timeout_s: float = QUEUE_TIMEOUT_S
     clock: Callable[[], float] = time.monotonic
     links: dict[str, WorkerLink] = field(init=False, default_factory=dict)
     lost: int = field(init=False, default=0)

@@ -22,11 +22,15 @@ from streamrl.producers.gateway.links import WorkerPool
 from streamrl.producers.gateway.refusals import ApiError, invalid
 from streamrl.producers.gateway.requests import ChatCompletionRequest, SamplingFields, TextCompletionRequest
 from streamrl.producers.gateway.sessions import Segment, Session
-from streamrl.producers.gateway.settings import GatewaySettings
 from streamrl.producers.gateway.text import LONG_TEXT, chat_token_ids, conversation_text
 from streamrl.producers.lengths.predictor import LengthPredictor, ObservedCompletion
 from streamrl.schemas.trajectories import FinishReason, LengthEstimate, Prompt, SamplingParams
 
+MAX_SEQUENCES = 64
+"""Most completions of one request: its prompts times n."""
+REQUEST_TIMEOUT_S = 3600.0
+"""Seconds from a request's start to the end of its answer: more than the longest completions take on a busy worker. A
+lost worker is noticed much sooner, by its silence."""
 TEXT_TOKENS = 16
 """Tokens of a text completion that does not set ``max_tokens``: OpenAI's default."""
 
@@ -39,7 +43,6 @@ class CompletionService:
     """
 
     model: ServedModel
-    settings: GatewaySettings
     pool: WorkerPool
     predictor: LengthPredictor
     feedback: FeedbackDesk
@@ -120,8 +123,7 @@ class CompletionService:
             ApiError: there is no room, or the key has reached a limit.
         """
         traceparent = self.observer.begun(call)
-        timeout_s = self.settings.request_timeout_s
-        running = RunningCall(call, self.model, self.pool, self._estimate, timeout_s, traceparent)
+        running = RunningCall(call, self.model, self.pool, self._estimate, REQUEST_TIMEOUT_S, traceparent)
         call.requester.use.enter()
         try:
             running.submit()
@@ -187,10 +189,8 @@ class CompletionService:
 
     def _count(self, n: int | None, prompts: int) -> int:
         n = n or 1
-        if n * prompts > self.settings.max_sequences:
-            raise invalid(
-                "n", f"expected at most {self.settings.max_sequences} completions in one request, got {n * prompts}"
-            )
+        if n * prompts > MAX_SEQUENCES:
+            raise invalid("n", f"expected at most {MAX_SEQUENCES} completions in one request, got {n * prompts}")
         return n
 
     def _limit(self, wanted: int | None, default: int) -> int:

@@ -23,7 +23,7 @@ import numpy as np
 import structlog
 import xxhash
 
-from streamrl.producers.gateway.calls import EncodedPrompt, Reply, RunningCall
+from streamrl.producers.gateway.calls import FEEDBACK, EncodedPrompt, Reply, RunningCall
 from streamrl.producers.gateway.refusals import ApiError, invalid
 from streamrl.producers.gateway.requests import ChatCompletionRequest, ChatMessage
 from streamrl.producers.gateway.text import ChatTokenizer, chat_token_ids
@@ -35,6 +35,8 @@ from streamrl.schemas.trajectories import MAX_TURNS, FinishReason, Trajectory, T
 
 log = structlog.get_logger()
 
+MAX_OPEN = 4096
+"""Sessions open at the same time; beyond that those idle longest are dropped, and counted. They live in memory."""
 MAX_SEGMENTS = 16
 """Latest segments of a session that a call may continue. Older ones are trained, but no longer continued."""
 Standing = Literal["new", "continued", "split"]
@@ -157,8 +159,7 @@ class SessionBook:
 
     tokenizer: ChatTokenizer
     timeout_s: float
-    max_open: int
-    reward_name: str
+    max_open: int = MAX_OPEN
     clock: Callable[[], float] = time.time
     counts: SessionCounts = field(default_factory=SessionCounts)
     _open: "OrderedDict[tuple[str, str], Session]" = field(default_factory=OrderedDict)
@@ -357,7 +358,7 @@ class SessionBook:
         spans = segment.completion.version_spans()
         prompt_id = f"{dataset}/{session.id}"
         group_id = make_group_id(prompt_id, 0)
-        given = {place: {self.reward_name: value} for place, value in segment.rewards.items()}
+        given = {place: {FEEDBACK: value} for place, value in segment.rewards.items()}
         return Trajectory(
             trajectory_id=make_trajectory_id(group_id, number),
             group_id=group_id,
@@ -373,7 +374,7 @@ class SessionBook:
             finish_reason=segment.completion.finish_reason or FinishReason.STOP,
             prompt_text=segment.prompt.text,
             completion_text=self.tokenizer.decode_with_special(token_ids.tolist()),
-            rewards={self.reward_name: reward + sum(segment.rewards.values())},
+            rewards={FEEDBACK: reward + sum(segment.rewards.values())},
             temperature=segment.temperature,
             bucket=loop.bucket_of(sum(said.end - said.start for said in segment.said)),
             predicted_length=max(1, segment.predicted),

@@ -1,4 +1,4 @@
-"""``[gateway]``: where the gateway listens, its limits, and how long it keeps completions for feedback."""
+"""``[gateway]``: where the gateway listens, whom it answers, and how long it keeps completions for feedback."""
 
 from pathlib import Path
 from typing import Annotated, Self
@@ -35,28 +35,9 @@ class GatewaySettings(Section):
         tuple[str, ...],
         Field(description="Origins of web pages whose scripts may send requests, such as https://chat.example.org."),
     ] = ()
-    max_body_bytes: Annotated[int, Field(ge=1024, le=64 << 20, description="Largest body of a request.")] = 4 << 20
-    max_sequences: Annotated[
-        int, Field(ge=1, le=4096, description="Most completions of one request: its prompts times n.")
-    ] = 64
     max_queued: Annotated[
         int, Field(ge=0, description="Completions that may wait for a slot; further requests get status 429.")
     ] = 256
-    queue_timeout_s: Annotated[
-        float, Field(gt=0, description="Longest wait for a slot; then the request gets status 429 with Retry-After.")
-    ] = 10.0
-    request_timeout_s: Annotated[
-        float, Field(gt=0, description="Longest time from a request's start to the end of its answer.")
-    ] = 600.0
-    body_timeout_s: Annotated[float, Field(gt=0, description="Longest time in which a request's body must arrive.")] = (
-        30.0
-    )
-    reader_timeout_s: Annotated[
-        float, Field(gt=0, description="Time after which a requester that reads nothing of its stream is disconnected.")
-    ] = 30.0
-    shutdown_timeout_s: Annotated[
-        float, Field(gt=0, description="After SIGTERM: time for running requests to end, while new ones are refused.")
-    ] = 15.0
     tool_parser: Annotated[
         str,
         Field(
@@ -68,25 +49,6 @@ class GatewaySettings(Section):
         float,
         Field(gt=0, description="Time after its end in which a completion can get a reward; then it is deleted."),
     ] = 3600.0
-    max_awaiting_feedback: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="Requests kept until they have feedback and are published; beyond that the oldest are dropped, "
-            "and counted.",
-        ),
-    ] = 100_000
-    max_sessions: Annotated[
-        int,
-        Field(
-            ge=1,
-            description="Sessions open at the same time; beyond that those idle longest are dropped, and counted.",
-        ),
-    ] = 4096
-    reward_name: Annotated[
-        str,
-        Field(min_length=1, max_length=64, description="Name of the reward that feedback gives; see rewards.weights."),
-    ] = "feedback"
 
     def key_file(self, directory: Path) -> Path:
         """The file of API keys. ``directory``: the gateway's, in the run's directory."""

@@ -49,6 +49,16 @@ REMOVED = {
     # [environments]
     # [evaluation]
     # [gateway]
+    "gateway.body_timeout_s": "a request's body always has 30 s to arrive",
+    "gateway.max_awaiting_feedback": "always the newest 100,000 requests are kept for feedback",
+    "gateway.max_body_bytes": "always 4 MiB",
+    "gateway.max_sequences": "always 64 completions in one request",
+    "gateway.max_sessions": "always 4096 open sessions",
+    "gateway.queue_timeout_s": "a request always waits at most 10 s for a slot; gateway.max_queued limits the queue",
+    "gateway.reader_timeout_s": "a requester that reads nothing is always disconnected after 30 s",
+    "gateway.request_timeout_s": "an answer always has one hour; requesters may leave earlier",
+    "gateway.reward_name": "requesters' reward is always named feedback",
+    "gateway.shutdown_timeout_s": "running requests always have 15 s to end",
     # [generation]
     "generation.chunk_tokens": "always 32, or less where durable partial trajectories need it",
     "generation.drain_grace_s": "always 10 s",

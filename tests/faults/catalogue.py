@@ -1056,7 +1056,7 @@ CASES = (
     Case(
         "E3",
         "a requester reads nothing",
-        "It is cut off after `gateway.reader_timeout_s`. No other requester waits.",
+        "It is cut off after 30 s. No other requester waits.",
         "",
         ("producers/gateway/test_gateway.py::test_a_reader_that_takes_nothing_is_made_to_leave",),
     ),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import aiohttp
 
@@ -125,7 +126,7 @@ class Requesters:
 
 
 def make_gateway(bus: MemoryBus, root: Path) -> Gateway:
-    settings = GatewaySettings(enabled=True, port=0, shutdown_timeout_s=1.0)
+    settings = GatewaySettings(enabled=True, port=0)
     return Gateway(
         bus,
         RUN,
@@ -156,19 +157,21 @@ async def gateway(root: Path, random: Random) -> AsyncIterator[Subject]:
             await asyncio.sleep(0.002)
         await requesters.work(made.address)
 
-    async with running_relay() as relay:
-        await send_control(bus, RUN, relay.add(V0, size=64))
-        working = asyncio.create_task(_worker(bus, made.model.loop, engine, root, 0, 8).run(stop))
-        try:
-            yield Subject(
-                made.run,
-                load,
-                lambda: len(requesters.rewarded) + len(requesters.ended) > 4,
-                lambda: _judged(made, bus, requesters, root),
-            )
-        finally:
-            stop.set()
-            await working
+    # Stopped requests are cut off soon, so that a stop takes no longer than the test allows.
+    with patch("streamrl.producers.gateway.gateway.SHUTDOWN_TIMEOUT_S", 1.0):
+        async with running_relay() as relay:
+            await send_control(bus, RUN, relay.add(V0, size=64))
+            working = asyncio.create_task(_worker(bus, made.model.loop, engine, root, 0, 8).run(stop))
+            try:
+                yield Subject(
+                    made.run,
+                    load,
+                    lambda: len(requesters.rewarded) + len(requesters.ended) > 4,
+                    lambda: _judged(made, bus, requesters, root),
+                )
+            finally:
+                stop.set()
+                await working
 
 
 async def _judged(made: Gateway, bus: MemoryBus, requesters: Requesters, root: Path) -> list[str]:

@@ -181,7 +181,7 @@ async def stop_processes(
 ) -> StoppedRun:
     """So many stops in one run; what came of it, checked to the last record."""
     ports, mark = free_ports(4), uuid.uuid4().hex
-    changes = {**SECTIONS, "gateway": {"enabled": True, "port": ports[2], "shutdown_timeout_s": 2.0}}
+    changes = {**SECTIONS, "gateway": {"enabled": True, "port": ports[2]}}
     setting = make_setting(root, model, f"stops-{seed}", address, ports[0], changes)
     run = StoppedRun(setting, _specs(setting, ports[1], ports[3], mark), Random(seed))
     await create_topics(setting)

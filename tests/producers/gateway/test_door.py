@@ -11,6 +11,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
+from streamrl.producers.gateway import app
 from streamrl.producers.gateway.keys import ANYONE, KeyFile, KeyRing, KeyUse
 from streamrl.producers.gateway.refusals import ApiError
 from streamrl.producers.gateway.settings import GatewaySettings
@@ -110,10 +111,10 @@ BAD_BODIES: list[tuple[bytes, dict[str, str], int]] = [
 
 
 @pytest.fixture
-async def it(tmp_path: Path) -> AsyncIterator[GatewayHarness]:
-    async with running_gateway(
-        tmp_path, max_body_bytes=1 << 16, body_timeout_s=0.2, allowed_origins=("https://ours",)
-    ) as made:
+async def it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[GatewayHarness]:
+    monkeypatch.setattr(app, "MAX_BODY_BYTES", 1 << 16)
+    monkeypatch.setattr(app, "BODY_TIMEOUT_S", 0.2)
+    async with running_gateway(tmp_path, allowed_origins=("https://ours",)) as made:
         yield made
 
 
@@ -129,7 +130,7 @@ def refused(answer: httpx.Response, status: int, word: str = "") -> None:
 async def test_what_cannot_be_done_is_refused_in_words(it: GatewayHarness) -> None:
     for changes, status, word in BAD_CHATS:
         body = {"model": RUN, "messages": MESSAGES} | changes
-        big = it.gateway.settings.max_body_bytes < len(json.dumps(body))
+        big = len(json.dumps(body)) > app.MAX_BODY_BYTES
         refused(await it.client.post("/v1/chat/completions", json=body), 413 if big else status, "" if big else word)
     for changes, status, word in BAD_TEXTS:
         refused(await it.text(**({"prompt": "hi"} | changes)), status, word)

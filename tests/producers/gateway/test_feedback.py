@@ -31,7 +31,7 @@ from tests.producers.gateway.gateway_harness import (
 )
 from tests.schemas.examples import trajectory
 
-BOOK = SessionBook(CharacterTokenizer(), timeout_s=100, max_open=1, reward_name="score")
+BOOK = SessionBook(CharacterTokenizer(), timeout_s=100, max_open=1)
 """Of a gateway without sessions."""
 
 
@@ -190,7 +190,7 @@ async def test_the_store_closes_after_its_last_operation(tmp_path: Path, monkeyp
         closed_under.append(inside)
         close(store)
 
-    made = FeedbackStore(tmp_path / "f.sqlite", timeout_s=100, max_kept=100, reward_name="score")
+    made = FeedbackStore(tmp_path / "f.sqlite", timeout_s=100, max_kept=100)
     made.open()
     for number in range(20):
         kept(made, f"c{number}")
@@ -212,7 +212,7 @@ async def test_the_store_closes_after_its_last_operation(tmp_path: Path, monkeyp
     assert [answer["status"] for answer in answers if isinstance(answer, dict)] == ["complete"] * 20
     assert set(together) == {1}
     assert closed_under == [0]
-    again = FeedbackStore(tmp_path / "f.sqlite", timeout_s=100, max_kept=100, reward_name="score")
+    again = FeedbackStore(tmp_path / "f.sqlite", timeout_s=100, max_kept=100)
     again.open()
     rewarded = again._db.execute("SELECT count(*) FROM completions WHERE rewards != '{}'").fetchone()
     again.close()
@@ -220,7 +220,7 @@ async def test_the_store_closes_after_its_last_operation(tmp_path: Path, monkeyp
 
 
 async def test_what_no_thread_had_begun_with_is_carried_out_at_the_end(tmp_path: Path) -> None:
-    made = FeedbackStore(tmp_path / "f.sqlite", timeout_s=100, max_kept=100, reward_name="score")
+    made = FeedbackStore(tmp_path / "f.sqlite", timeout_s=100, max_kept=100)
     made.open()
     kept(made, "c0")
     desk, free = FeedbackDesk(made, LoopSettings(), "trajectories", BOOK), threading.Event()
@@ -250,7 +250,7 @@ def test_a_file_that_is_not_opened_is_closed(
         monkeypatch.setattr(Path, "chmod", lambda *_: path.joinpath("of another user").read_bytes())
     else:
         path.write_text("no database, and long enough to look like one" * 100)
-    store = FeedbackStore(path, 60.0, 4, "feedback")
+    store = FeedbackStore(path, 60.0, 4)
     with pytest.raises(UserError, match="move it away"):
         store.open()
     with pytest.raises(sqlite3.ProgrammingError, match="closed database"):
@@ -265,7 +265,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def store(tmp_path: Path, clock: FakeClock) -> Iterator[FeedbackStore]:
-    made = FeedbackStore(tmp_path / "f.sqlite", timeout_s=100, max_kept=3, reward_name="score", clock=clock)
+    made = FeedbackStore(tmp_path / "f.sqlite", timeout_s=100, max_kept=3, clock=clock)
     made.open()
     yield made
     made.close()
@@ -298,7 +298,7 @@ def test_feedback_has_a_time_limit(store: FeedbackStore, clock: FakeClock) -> No
     (found,) = store.rewarded()
     (made,) = found.trajectories
     # The choice that has a reward is trained, as the group that is left.
-    assert (made.trajectory_id, made.num_generations, made.rewards) == ("gateway/b/0/0", 1, {"score": 0.5})
+    assert (made.trajectory_id, made.num_generations, made.rewards) == ("gateway/b/0/0", 1, {"feedback": 0.5})
     found.note_delivered()
     assert not store.rewarded()
     assert store.counts.expired == 1

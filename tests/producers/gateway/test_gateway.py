@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from streamrl.producers.gateway import app, service
 from streamrl.schemas.errors import BusUnavailable
 from streamrl.schemas.identifiers import PolicyVersion, partition_of_worker
 from streamrl.schemas.topics import WORK_ORDERS
@@ -194,8 +195,9 @@ async def test_a_disconnected_requester_frees_its_slots(it: GatewayHarness) -> N
     assert (await it.client.get("/health")).status_code == 200
 
 
-async def test_a_reader_that_takes_nothing_is_made_to_leave(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path, engines=[ScriptedEngine()], reader_timeout_s=0.05) as it:
+async def test_a_reader_that_takes_nothing_is_made_to_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "READER_TIMEOUT_S", 0.05)
+    async with running_gateway(tmp_path, engines=[ScriptedEngine()]) as it:
 
         async def send(message: Any) -> None:
             if message["type"] == "http.response.body":
@@ -205,8 +207,11 @@ async def test_a_reader_that_takes_nothing_is_made_to_leave(tmp_path: Path) -> N
         assert it.gateway.pool.running == 0
 
 
-async def test_done_is_sent_once_also_behind_the_error_of_a_request_that_takes_too_long(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path, engines=[ScriptedEngine(hold_at=1)], request_timeout_s=0.1) as it:
+async def test_done_is_sent_once_also_behind_the_error_of_a_request_that_takes_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "REQUEST_TIMEOUT_S", 0.1)
+    async with running_gateway(tmp_path, engines=[ScriptedEngine(hold_at=1)]) as it:
         answer = await it.text("abc")
         assert answer.status_code == 502
         assert "expected an answer within 0.1 s" in answer.json()["error"]["message"]
@@ -229,7 +234,8 @@ async def test_requests_keep_to_their_slots_and_orders_to_theirs(tmp_path: Path)
 
 async def test_requests_beyond_the_queue_are_refused_and_when_to_come_again(tmp_path: Path) -> None:
     engine = ScriptedEngine(hold_at=0)
-    async with running_gateway(tmp_path, engines=[engine], slots=1, max_queued=1, queue_timeout_s=0.3) as it:
+    async with running_gateway(tmp_path, engines=[engine], slots=1, max_queued=1) as it:
+        it.gateway.pool.queue_timeout_s = 0.3
         first, second = (asyncio.create_task(it.text("abc")) for _ in range(2))
         await until(lambda: len(it.gateway.pool.queued) == 1)
         refused = await it.text("abc")
@@ -285,7 +291,8 @@ async def test_of_200_streams_none_ends_with_a_worker(tmp_path: Path) -> None:
 
 
 async def test_without_another_worker_a_stream_ends_with_a_clear_error(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path, engines=[ScriptedEngine(hold_at=2)], queue_timeout_s=0.2) as it:
+    async with running_gateway(tmp_path, engines=[ScriptedEngine(hold_at=2)]) as it:
+        it.gateway.pool.queue_timeout_s = 0.2
         asking = asyncio.create_task(it.chat("abc", stream=True))
         await until(lambda: it.gateway.pool.generated_tokens == 2)
         it.stops[0].set()

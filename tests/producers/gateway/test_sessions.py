@@ -220,7 +220,7 @@ def test_a_prompt_is_compared_with_what_was_sampled(known: Any, prompt: str, ins
 
 async def test_sessions_are_bounded(tmp_path: Path) -> None:
     clock = FakeClock()
-    book = SessionBook(CharacterTokenizer(), timeout_s=10, max_open=2, reward_name="r", clock=clock)
+    book = SessionBook(CharacterTokenizer(), timeout_s=10, max_open=2, clock=clock)
     for name in "abc":
         book.of("k", name)
         clock.advance(1)
@@ -237,7 +237,7 @@ def ended(store: FeedbackStore, name: str, group: SessionGroup | None) -> dict[s
 
 def test_a_group_that_is_not_whole_in_time_is_those_that_came(tmp_path: Path) -> None:
     clock = FakeClock()
-    store = FeedbackStore(tmp_path / "f.sqlite", timeout_s=100, max_kept=9, reward_name="r", clock=clock)
+    store = FeedbackStore(tmp_path / "f.sqlite", timeout_s=100, max_kept=9, clock=clock)
     store.open()
     for name, group, size in (("a", "g", 3), ("b", "g", 3), ("c", "h", 2)):
         assert ended(store, name, SessionGroup(id=group, size=size))["status"] == "open"

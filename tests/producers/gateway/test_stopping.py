@@ -42,11 +42,16 @@ class Watched:
         gateway.run = watched  # type: ignore[method-assign]
 
 
+@pytest.fixture(autouse=True)
+def short_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.producers.gateway.gateway.SHUTDOWN_TIMEOUT_S", 1.0)
+
+
 @asynccontextmanager
 async def under_way(path: Path) -> AsyncIterator[tuple[Watched, "asyncio.Task[Any]", "asyncio.Task[Any]"]]:
     """A gateway in the middle of a stream and of a whole answer, neither of which would ever end."""
     watched, engine = Watched(), ScriptedEngine(hold_at=2)
-    async with running_gateway(path, engines=[engine], prepare=watched.prepare, shutdown_timeout_s=1.0) as it:
+    async with running_gateway(path, engines=[engine], prepare=watched.prepare) as it:
         headers = {"Authorization": f"Bearer {it.key}"}
 
         async def ask(*, stream: bool) -> Any:
