@@ -121,7 +121,7 @@ class Environments:
 
     async def _play_loop(self, name: str, queue: RewardQueue, http: aiohttp.ClientSession) -> None:
         """Start a group for each task, one after another, while there is room."""
-        size = self.settings.episodes_per_task or self.loop.num_generations
+        size = self.loop.num_generations
         places = asyncio.Semaphore(self.settings.max_concurrent)
         # After a restart the tasks continue about where they were: each step took ``groups_per_step`` groups.
         last, playing = self.accounts.current.last, set[asyncio.Task[None]]()

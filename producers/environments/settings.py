@@ -26,10 +26,6 @@ class EnvironmentSettings(Section):
         dict[str, dict[str, JsonValue]],
         Field(description="Arguments with which each environment is made, by the environment's name."),
     ] = {}
-    episodes_per_task: Annotated[
-        int | None,
-        Field(ge=1, le=4096, description="Episodes of one task, whose rewards are compared; unset: num_generations."),
-    ] = None
     max_concurrent: Annotated[
         int, Field(ge=1, le=4096, description="Episodes of each environment that run at the same time.")
     ] = 32
@@ -37,9 +33,6 @@ class EnvironmentSettings(Section):
     episode_timeout_s: Annotated[
         float, Field(gt=0, description="Longest time of one episode; an episode that takes longer fails.")
     ] = 300.0
-    load_timeout_s: Annotated[float, Field(gt=0, description="Longest time that an environment may take to load.")] = (
-        120.0
-    )
     environment: Annotated[
         tuple[str, ...],
         Field(
@@ -79,7 +72,6 @@ class EnvironmentSettings(Section):
         return RewardSettings(
             functions=(FUNCTION,),
             timeout_s=self.episode_timeout_s,
-            load_timeout_s=self.load_timeout_s,
             concurrency=min(1024, self.max_concurrent),
             environment=self.environment,
             max_memory_bytes=self.max_memory_bytes,

@@ -44,6 +44,8 @@ COMMIT_S = 0.25
 graded again, and so are running ones."""
 PARTITIONS_AT_ONCE = 4
 """Partitions that may have ``concurrency`` records in progress each; further records wait on the topic."""
+ATTEMPTS = 3
+"""Calls of a function for one completion, if it fails: an endpoint that was busy answers again after some seconds."""
 FAILED = "GradingFailed"
 """Error class of the dead letters of samples without a judge's reward."""
 
@@ -96,7 +98,7 @@ class Grader:
     run_name: str
     grader_id: str
     scorer: Scorer
-    attempts: int = 3
+    attempts: int = ATTEMPTS
     concurrency: int = 64
     clocks: Clocks = field(default_factory=Clocks)
     on_tick: Callable[[str], None] = lambda name: None

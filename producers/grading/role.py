@@ -46,7 +46,6 @@ def build_grader(settings: "Settings", context: "ProcessContext") -> "Role":
         settings.run.name,
         context.name,
         RewardRunner(rewards, rewards.graded_names),
-        attempts=rewards.grading_attempts,
         concurrency=rewards.concurrency,
         on_tick=context.on_tick,
     )
@@ -67,7 +66,7 @@ FEATURE = Feature(
     settings=SettingsRules(
         exclusions=(
             ExclusionRule(
-                ("rewards.graders", "rewards.grading_attempts"),
+                ("rewards.graders",),
                 ("rewards.graded",),
                 _takes_samples,
                 lambda _: "without rewards.graded there are no graders",

@@ -25,10 +25,6 @@ class GradedRewards(RewardSettings):
             description="Grader processes that `streamrl run` starts if rewards.graded is set; more may join.",
         ),
     ] = 1
-    grading_attempts: Annotated[
-        int,
-        Field(ge=1, le=20, description="Most calls of a graded function for one completion, if it fails."),
-    ] = 3
 
     @model_validator(mode="after")
     def _graded_are_functions(self) -> Self:

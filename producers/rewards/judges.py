@@ -34,7 +34,11 @@ Answer:
 
 Say in few words what is right and wrong about the answer. Then write, on a line of its own, SCORE: and a number from \
 0 (useless) to 10 (right and complete)."""
-JUDGE_PATTERN = r"SCORE:\s*(-?\d+(?:\.\d+)?)"
+JUDGE_KEY = "OPENAI_API_KEY"
+"""Environment variable with the endpoint's API key, the same as for OpenAI's own client."""
+JUDGE_SCALE = 10.0
+"""The judge's number for a reward of 1."""
+_SCORE = re.compile(r"\bscore\b\**\s*:[\s*]*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 _CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _PLACEHOLDER = re.compile(r"\{(prompt|completion|answer)\}")
 MAX_SAID = 300
@@ -67,10 +71,7 @@ class JudgeOptions:
     base_url: str = ""
     model: str = ""
     prompt: str = JUDGE_PROMPT
-    pattern: str = JUDGE_PATTERN
-    scale: float = 10.0
     max_tokens: int = 512
-    key_variable: str = "OPENAI_API_KEY"
 
 
 class JudgeError(Exception):
@@ -106,7 +107,7 @@ class LlmJudge:
             for prompt, completion, wanted in zip(prompts, completions, answers, strict=True)
         ]
         replies = await asyncio.gather(*(self._ask(question) for question in questions))
-        return [number_in(reply, self._options.pattern, self._options.scale) for reply in replies]
+        return [score_in(reply) for reply in replies]
 
     async def close(self) -> None:
         """Close the connections. A reward process need not call this: its end closes them."""
@@ -118,7 +119,7 @@ class LlmJudge:
         if self._session is None:
             import aiohttp  # not at the top, because the settings import this module and do not need it
 
-            key = os.environ.get(self._options.key_variable)
+            key = os.environ.get(JUDGE_KEY)
             self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"} if key else {})
         body = {
             "model": self._options.model,
@@ -147,18 +148,18 @@ def filled(template: str, **values: str) -> str:
     return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
 
 
-def number_in(said: str, pattern: str, scale: float) -> float:
-    """The number in the pattern's last match, divided by the scale and limited to the range from 0 to 1.
+def score_in(said: str) -> float:
+    """The number after the last ``SCORE:``, divided by ``JUDGE_SCALE`` and limited to the range from 0 to 1.
 
     Raises:
         JudgeError: there is no number.
     """
-    last = deque(re.finditer(pattern, said, re.DOTALL), maxlen=1)
+    last = deque(_SCORE.finditer(said), maxlen=1)
     try:
-        return min(1.0, max(0.0, float(last[0][1 if last[0].re.groups else 0]) / scale))
-    except (IndexError, ValueError) as error:
+        return min(1.0, max(0.0, float(last[0][1]) / JUDGE_SCALE))
+    except IndexError as error:
         tail = " ".join(said[-MAX_SAID:].split())
-        raise JudgeError(f"expected a number by {pattern!r} in the judge's answer, got ...{tail!r}") from error
+        raise JudgeError(f"expected SCORE: and a number in the judge's answer, got ...{tail!r}") from error
 
 
 def _text(content: Any) -> str:

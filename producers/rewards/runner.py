@@ -38,6 +38,8 @@ log = structlog.get_logger()
 
 SYNC_WINDOW = 64
 """Calls sent ahead to a synchronous function: enough to keep it busy, and few to repeat if its process dies."""
+LOAD_TIMEOUT_S = 600.0
+"""Seconds in which a function must be imported: some load a model, or fetch a data set."""
 LATE_REPLY_S = 0.05
 """Seconds after a time-out in which a reply still counts: this process's loop may have been busy, not the function."""
 ASYNC_MARGIN_S = 1.0
@@ -360,7 +362,7 @@ class RewardProcess:
         output = asyncio.create_task(_log_output(process, name))
         started = cls(process, output, msgpack.Unpacker(max_buffer_size=MAX_REPLY_BYTES))
         try:
-            await started._wait_until_loaded(function, settings.load_timeout_s)
+            await started._wait_until_loaded(function, LOAD_TIMEOUT_S)
         except BaseException:
             # Also at a cancellation, because no caller has this process yet and could end it.
             started.kill()
@@ -368,12 +370,12 @@ class RewardProcess:
             raise
         return started
 
-    async def _wait_until_loaded(self, function: str, load_timeout_s: float) -> None:
+    async def _wait_until_loaded(self, function: str, timeout_s: float) -> None:
         try:
-            async with asyncio.timeout(load_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 replies = await self.receive()
         except TimeoutError as error:
-            raise RewardLoadError(f"expected reward {function} to load within {load_timeout_s:g} s") from error
+            raise RewardLoadError(f"expected reward {function} to load within {timeout_s:g} s") from error
         if not replies:
             raise RewardLoadError(f"expected reward {function} to load, but {await self.ended()}")
         match replies[0]:

@@ -53,14 +53,16 @@ _NOBODY = 65534
 class RewardConfinement:
     """Limits of one reward process and of all processes that it starts; None: no additional limit.
 
+    ``max_file_bytes`` is the size of one file. Its default stops a function that fills the disk by mistake.
+
     ``network_setting``: the setting that removes the network, for messages.
     """
 
     network: bool = True
     max_processes: int | None = None
     max_memory_bytes: int | None = None
-    max_file_bytes: int | None = None
-    max_open_files: int | None = None
+    max_file_bytes: int = 16 << 30
+    max_open_files: int = 4096
     network_setting: str = "rewards.network"
 
 

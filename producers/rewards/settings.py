@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from streamrl.producers.rewards.builtin import BUILT_IN, DATASET, THINK_ANSWER, BuiltInOptions
 from streamrl.producers.rewards.judges import (
     CODE_TESTS,
-    JUDGE_PATTERN,
+    JUDGE_KEY,
     JUDGE_PROMPT,
     LLM_JUDGE,
     JudgeOptions,
@@ -47,7 +47,6 @@ class RewardSettings(Section):
     timeout_s: Annotated[
         float, Field(gt=0, le=3600, description="Most seconds that a function may take for one completion.")
     ] = 10.0
-    load_timeout_s: Annotated[float, Field(gt=0, description="Most seconds a function may take to import.")] = 120.0
     concurrency: Annotated[
         int, Field(ge=1, le=1024, description="Most calls of one async function at the same time.")
     ] = 64
@@ -59,25 +58,11 @@ class RewardSettings(Section):
     judge_prompt: Annotated[
         str | None,
         Field(
-            description="Question of 'llm_judge', in which {prompt}, {completion} and {answer} are replaced. Unset: it "
-            "asks for right and wrong parts, and a score from 0 to 10."
+            description="Question of 'llm_judge', in which {prompt}, {completion} and {answer} are replaced. It must "
+            "ask for 'SCORE:' and a number from 0 to 10. Unset: it asks for what is right and wrong, then the score."
         ),
     ] = None
-    judge_pattern: Annotated[
-        str,
-        Field(
-            description="Regular expression whose first group, at its last match in the judge's answer, is a number."
-        ),
-    ] = JUDGE_PATTERN
-    judge_scale: Annotated[
-        float,
-        Field(gt=0, description="The judge's number for a reward of 1; rewards are limited to the range from 0 to 1."),
-    ] = 10.0
     judge_max_tokens: Annotated[int, Field(ge=1, description="Most tokens of the judge's answer.")] = 512
-    judge_key_variable: Annotated[
-        str,
-        Field(description="Environment variable with the endpoint's API key; only 'llm_judge' gets it."),
-    ] = "OPENAI_API_KEY"
     code_timeout_s: Annotated[
         float,
         Field(gt=0, le=3600, description="Most seconds that a completion's program and its tests may run."),
@@ -111,10 +96,6 @@ class RewardSettings(Section):
         int | None,
         Field(ge=256 << 20, description="Most bytes of address space of each reward process, libraries included."),
     ] = None
-    max_file_bytes: Annotated[int, Field(ge=0, description="Most bytes of a file that a reward process writes.")] = (
-        16 << 30
-    )
-    max_open_files: Annotated[int, Field(ge=64, description="Most open files of each reward process.")] = 4096
 
     @field_validator("environment")
     @classmethod
@@ -127,7 +108,7 @@ class RewardSettings(Section):
                 raise ValueError(f"expected none of StreamRL's own variables, which may be secrets, got {name}")
         return names
 
-    @field_validator("format_pattern", "answer_pattern", "judge_pattern")
+    @field_validator("format_pattern", "answer_pattern")
     @classmethod
     def _compiles(cls, pattern: str | None) -> str | None:
         try:
@@ -179,16 +160,13 @@ class RewardSettings(Section):
             base_url=self.judge_base_url or "",
             model=self.judge_model,
             prompt=self.judge_prompt or JUDGE_PROMPT,
-            pattern=self.judge_pattern,
-            scale=self.judge_scale,
             max_tokens=self.judge_max_tokens,
-            key_variable=self.judge_key_variable,
         )
         return BuiltInOptions(self.format_pattern, self.answer_pattern, self.code_timeout_s, judge)
 
     def environment_of(self, function: str) -> tuple[str, ...]:
         """Variables that the process of a function gets in addition to those that programs need."""
-        return (*self.environment, self.judge_key_variable) if function == LLM_JUDGE else self.environment
+        return (*self.environment, JUDGE_KEY) if function == LLM_JUDGE else self.environment
 
     def confinement_of(self, function: str) -> RewardConfinement:
         """Limits of the process of a function."""
@@ -197,8 +175,6 @@ class RewardSettings(Section):
             network=self.network and (self.code_network or not runs_code),
             max_processes=self.max_processes,
             max_memory_bytes=self.max_memory_bytes,
-            max_file_bytes=self.max_file_bytes,
-            max_open_files=self.max_open_files,
             network_setting="rewards.code_network" if runs_code and self.network else "rewards.network",
         )
 

@@ -47,6 +47,8 @@ REMOVED = {
     "dispatch.weight_sync_timeout_s": "always 5 s",
     # [emulation]
     # [environments]
+    "environments.episodes_per_task": "always loop.num_generations",
+    "environments.load_timeout_s": "an environment always has 600 s to load",
     # [evaluation]
     # [gateway]
     "gateway.body_timeout_s": "a request's body always has 30 s to arrive",
@@ -91,6 +93,16 @@ REMOVED = {
     "metrics.lag_interval_s": "the broker is asked for consumer lag every 10 s",
     # [relay]
     # [rewards]
+    "rewards.grading_attempts": "a failing function is always called three times",
+    **dict.fromkeys(
+        ("rewards.judge_pattern", "rewards.judge_scale"),
+        "the judge's answer has SCORE: and a number up to 10; ask for it in rewards.judge_prompt",
+    ),
+    "rewards.judge_key_variable": "the judge's API key is always in OPENAI_API_KEY",
+    "rewards.load_timeout_s": "a function always has 600 s to load",
+    **dict.fromkeys(
+        ("rewards.max_file_bytes", "rewards.max_open_files"), "always 16 GiB for a file, and 4096 open files"
+    ),
     # [run]
     **dict.fromkeys(
         ("run.log_max_bytes", "run.log_backup_count"), "a log is rotated at 32 MiB, and 3 older ones are kept"

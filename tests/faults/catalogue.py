@@ -393,10 +393,7 @@ CASES = (
     Case(
         "B11",
         "a judge fails or hangs, for some samples or for all",
-        (
-            "It is called `rewards.grading_attempts` times. Then the sample goes on without that reward, and "
-            "its group can end."
-        ),
+        ("It is called three times. Then the sample goes on without that reward, and its group can end."),
         "`no reward from a judge` in the log; dead letters `GradingFailed`; rows `poison`",
         (
             "producers/grading/test_scoring.py",

@@ -64,10 +64,10 @@ class Fails:
         """Nothing is held."""
 
 
-def role_of(it: GatewayHarness, *names: str, **settings: Any) -> Environments:
+def role_of(it: GatewayHarness, *names: str, loop: LoopSettings = LOOP, **settings: Any) -> Environments:
     wanted = EnvironmentSettings(names=names, max_concurrent=4, **settings)
     door = Door(it.gateway.address, it.key, RUN)
-    return Environments(it.bus, RUN, LOOP, wanted, door, learns_alone=False, policies=SeveralPolicyDispatch)
+    return Environments(it.bus, RUN, loop, wanted, door, learns_alone=False, policies=SeveralPolicyDispatch)
 
 
 @asynccontextmanager
@@ -139,7 +139,7 @@ async def test_a_failed_episode_leaves_its_group(tmp_path: Path) -> None:
     own = "tests.producers.environments.test_driver:Fails"
     async with (
         running_gateway(tmp_path, tokenizer=TextTokenizer()) as it,
-        playing(it, own, episodes_per_task=4) as role,
+        playing(it, own, loop=LOOP.model_copy(update={"num_generations": 4})) as role,
     ):
         await until(lambda: len(it.trajectories) == 2, timeout_s=20)
         assert {one.num_generations for one in it.trajectories} == {2}

@@ -7,14 +7,13 @@ import pytest
 from aiohttp import web
 
 from streamrl.producers.rewards.judges import (
-    JUDGE_PATTERN,
     JudgeError,
     JudgeOptions,
     LlmJudge,
     code_tests,
     filled,
-    number_in,
     program_in,
+    score_in,
 )
 from streamrl.producers.rewards.runner import RewardRunner, ScoreRequest
 from streamrl.producers.rewards.settings import RewardSettings
@@ -54,8 +53,8 @@ async def endpoint() -> AsyncIterator[Endpoint]:
 async def test_the_judge_is_asked_about_prompt_completion_and_answer_and_its_last_number_counts(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("JUDGE_KEY", "sk-1")
-    options = JudgeOptions(endpoint.url, "m", "T: {prompt} C: {completion} A: {answer}", key_variable="JUDGE_KEY")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
+    options = JudgeOptions(endpoint.url, "m", "T: {prompt} C: {completion} A: {answer}")
     endpoint.says = ["SCORE: 3, no: SCORE: 7.5"]
     judge = LlmJudge(options)
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
@@ -80,9 +79,12 @@ async def test_an_endpoint_that_refuses_or_says_no_number_is_an_error_with_what_
     await judge.close()
 
 
-@pytest.mark.parametrize(("said", "reward"), [("SCORE: 10", 1.0), ("SCORE: 12", 1.0), ("SCORE: -3", 0.0)])
+@pytest.mark.parametrize(
+    ("said", "reward"),
+    [("SCORE: 10", 1.0), ("SCORE: 12", 1.0), ("SCORE: -3", 0.0), ("A score 4?\n**Score:** 7.5/10, a score 2", 0.75)],
+)
 def test_a_judges_number_becomes_a_reward_from_0_to_1(said: str, reward: float) -> None:
-    assert number_in(said, JUDGE_PATTERN, 10.0) == reward
+    assert score_in(said) == reward
 
 
 def test_placeholders_are_filled_once() -> None:
@@ -93,12 +95,11 @@ def test_placeholders_are_filled_once() -> None:
 async def test_a_judge_runs_in_a_reward_process_with_its_key_and_no_other_secret(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("JUDGE_KEY", "sk-2")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-2")
     settings = RewardSettings(
         functions=("llm_judge", "format"),
         judge_base_url=endpoint.url,
         judge_model="m",
-        judge_key_variable="JUDGE_KEY",
     )
     assert settings.environment_of("format") == ()
     runner = RewardRunner(settings, ("llm_judge",))

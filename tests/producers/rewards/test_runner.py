@@ -179,8 +179,9 @@ async def test_a_function_that_cannot_be_loaded_is_named_at_the_start(function: 
     assert "\n" not in str(raised.value)
 
 
-async def test_a_function_that_loads_too_slowly_is_refused() -> None:
-    runner = RewardRunner(RewardSettings(functions=(f"{HERE}:length",), load_timeout_s=0.001))
+async def test_a_function_that_loads_too_slowly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.producers.rewards.runner.LOAD_TIMEOUT_S", 0.001)
+    runner = RewardRunner(RewardSettings(functions=(f"{HERE}:length",)))
     with pytest.raises(RewardLoadError, match=r"within 0\.001 s"):
         await runner.start()
 

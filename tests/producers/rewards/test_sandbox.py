@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 from structlog.testing import capture_logs
 
 from streamrl.producers.rewards.runner import RewardRunner
-from streamrl.producers.rewards.sandbox import environment_for
+from streamrl.producers.rewards.sandbox import RewardConfinement, environment_for
 from streamrl.producers.rewards.settings import RewardSettings
 from tests.producers.rewards.test_runner import HERE, ROOT, request
 from tests.progress import patience
@@ -66,8 +67,19 @@ async def test_reward_processes_get_no_secrets_and_only_variables_that_programs_
     assert str(logs).count(CANARY) == 1
 
 
-async def test_limits_are_set_before_user_code_runs() -> None:
-    runner = RewardRunner(RewardSettings(functions=(f"{HERE}:open_files",), timeout_s=20, max_open_files=64))
+def confine_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limit reward processes to small files, and to few open ones."""
+    confined = RewardSettings.confinement_of
+
+    def smaller(settings: RewardSettings, function: str) -> RewardConfinement:
+        return replace(confined(settings, function), max_file_bytes=1 << 20, max_open_files=64)
+
+    monkeypatch.setattr(RewardSettings, "confinement_of", smaller)
+
+
+async def test_limits_are_set_before_user_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    confine_files(monkeypatch)
+    runner = RewardRunner(RewardSettings(functions=(f"{HERE}:open_files",), timeout_s=20))
     await runner.start()
     try:
         assert (await runner.score(request("a"))).rewards == {"open_files": 64.0}
@@ -76,11 +88,13 @@ async def test_limits_are_set_before_user_code_runs() -> None:
 
 
 @needs_namespaces
-async def test_what_a_hostile_reward_takes_is_bounded_and_its_own_failure(tmp_path: Path) -> None:
+async def test_what_a_hostile_reward_takes_is_bounded_and_its_own_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    confine_files(monkeypatch)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        limits = {"max_processes": 32, "max_memory_bytes": 1 << 30, "max_file_bytes": 1 << 20, "max_open_files": 64}
-        async with hostile(network=False, **limits) as runner:
+        async with hostile(network=False, max_processes=32, max_memory_bytes=1 << 30) as runner:
             assert await outcome(runner, f"connect {port}") == "OSError: [Errno 101] Network is unreachable"
             assert await outcome(runner, "fork 200") == "BlockingIOError: [Errno 11] Resource temporarily unavailable"
             assert await outcome(runner, f"allocate {2 << 30}") == "MemoryError"
