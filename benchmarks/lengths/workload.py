@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.lengths import synthetic as lognormal
 from streamrl.producers.prompts.settings import DataSettings
-from streamrl.producers.prompts.sources import open_source
+from streamrl.producers.prompts.sources import ReasoningGymSource
 from streamrl.schemas.trajectories import Prompt
 
 LIMIT = 4096
@@ -227,10 +227,8 @@ def _prompt(dataset: str, number: int, row: dict[str, Any]) -> Prompt:
 
 def prompts(count: int, seed: int) -> list[Prompt]:
     """So many prompts of the mixture, each data set alike often."""
-    settings = DataSettings.model_validate(
-        {"size": count, "mixture": {name: {"options": o} for name, o in MIXTURE.items()}}
-    )
-    source = open_source(settings, run_seed=seed)
+    settings = DataSettings.model_validate({"mixture": {name: {"options": o} for name, o in MIXTURE.items()}})
+    source = ReasoningGymSource(settings, seed, size=count)
     return [source.prompt_at(position)[0] for position in range(count)]
 
 

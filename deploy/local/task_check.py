@@ -30,7 +30,7 @@ from streamrl.bus.embedded.process import die_with_parent
 from streamrl.consumers.algorithms.shelf import algorithm_of
 from streamrl.consumers.ingest.sampling import open_window
 from streamrl.producers.generation.prompt_survey import PromptSurvey, survey
-from streamrl.producers.prompts.sources import open_source
+from streamrl.producers.prompts.sources import PASS_SIZE, open_source
 from streamrl.producers.rewards.trial import RewardTrial, try_rewards
 from streamrl.schemas.errors import ModelError, RewardLoadError, StreamRLError, UserError
 from streamrl.schemas.import_path import load_function, module_command
@@ -185,7 +185,7 @@ class SampledPrompts:
             UserError: the data cannot be opened.
         """
         self._source = open_source(settings.data, run_seed=settings.run.seed)
-        self.total = len(self._source) if isinstance(self._source, Sized) else settings.data.size
+        self.total = len(self._source) if isinstance(self._source, Sized) else PASS_SIZE
 
     def first(self, most: int, patience_s: float, monotonic: Callable[[], float] = time.monotonic) -> Iterator[Prompt]:
         """At most ``most`` prompts; stops after ``patience_s`` seconds, in which the caller's time counts, too."""

@@ -3,7 +3,7 @@
 Invariants:
 - evaluation_trains_nothing: evaluation's orders and samples have topics of their own, which neither dispatcher nor
   trainer reads. So admission, staleness, the ledger and the audit ignore them;
-- training_is_not_held_up: evaluation takes at most a share of a worker's slots (``evaluation.share``), and the worker
+- training_is_not_held_up: evaluation takes at most a share of a worker's slots (``SLOTS_SHARE``), and the worker
   gets few more orders than it can sample at a time;
 - one_evaluator_reports: reports are committed under one transactional id, whose newest holder fences the others;
 - a_promotion_is_not_missed: the evaluator processes messages that arrive while it reads the past after that. If another
@@ -27,7 +27,7 @@ from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispat
 from streamrl.producers.dispatch.recovery import Positions, history
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.evaluation.results import ScoredSample, append_evaluations, scored
-from streamrl.producers.evaluation.settings import HeldOutSettings
+from streamrl.producers.evaluation.settings import PATIENCE_S, HeldOutSettings
 from streamrl.producers.evaluation.state import EvaluationState, HeldOutPrompts
 from streamrl.schemas.control import Control, FlowControl, RunFinished
 from streamrl.schemas.errors import BusUnavailable, DeliveryUnknown
@@ -206,7 +206,7 @@ class Evaluator:
                 else:
                     now = self.clocks.monotonic()
                     finished_at = now if finished_at is None else finished_at
-                    if now - finished_at > self.task.settings.patience_s:
+                    if now - finished_at > PATIENCE_S:
                         log.warning("the run ends before its last weights are evaluated", version=str(latest.version))
                         return False
         finally:

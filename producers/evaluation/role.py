@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from streamrl.schemas.errors import SettingsError
 from streamrl.settings.features import (
@@ -44,8 +44,10 @@ def build_evaluator(settings: "Settings", context: "ProcessContext") -> "Role":
     from streamrl.settings.tree import sampling_seed
 
     wanted = _held_out_of(settings)
-    if not wanted.data:
-        raise SettingsError("expected held-out prompts, got none: add a set, such as [evaluation.data.held_out]")
+    if not wanted.sets:
+        raise SettingsError(
+            "expected held-out prompts and evaluation.every above 0, got none: add a set, such as [evaluation.data.held_out]"
+        )
     return Evaluator(
         bus=context.bus,
         run_name=settings.run.name,
@@ -65,14 +67,20 @@ def _held_out(settings: "Settings") -> "HeldOutPrompts":
     from streamrl.producers.prompts.sources import first_prompts, open_source
 
     wanted = _held_out_of(settings)
-    sources = {name: open_source(data, run_seed=settings.run.seed) for name, data in wanted.data.items()}
+    sources = {name: open_source(data, run_seed=settings.run.seed) for name, data in wanted.sets.items()}
     return HeldOutPrompts.of({name: first_prompts(source, wanted.prompts) for name, source in sources.items()})
 
 
 def _processes(settings: "Settings") -> Sequence[ChildProcess]:
-    if not _held_out_of(settings).data:
+    if not _held_out_of(settings).sets:
         return []
     return [ChildProcess("evaluator", "evaluator", optional=True, awaited=True, is_single=True)]
+
+
+def _completed(tree: "dict[str, Any]") -> "dict[str, Any]":
+    from streamrl.producers.evaluation.settings import with_format_of_data
+
+    return with_format_of_data(tree)
 
 
 def _check_settings(settings: "Settings") -> None:
@@ -83,7 +91,7 @@ def _check_settings(settings: "Settings") -> None:
             f"expected evaluation.temperature of 0 or loop.temperature ({settings.loop.temperature}) with vLLM and "
             f"top_p, top_k or min_p, got {wanted.temperature}; leave evaluation.temperature out"
         )
-    if wanted.data and any(feature.loop.takes_samples(settings) for feature in features()):
+    if wanted.sets and any(feature.loop.takes_samples(settings) for feature in features()):
         raise SettingsError(
             "expected [evaluation.data] or rewards.graded, got both: only workers score held-out completions, so the "
             "graders' rewards would be missing; leave one of the two out"
@@ -96,7 +104,7 @@ def _check_start(settings: "Settings") -> None:
     from streamrl.deploy.local.task_check import require_readable
     from streamrl.producers.prompts.tables import check_path
 
-    for name, held_out in _held_out_of(settings).data.items():
+    for name, held_out in _held_out_of(settings).sets.items():
         if held_out.path is not None:
             check_path(held_out.path)
             require_readable(Path(held_out.path).expanduser(), f"evaluation.data.{name}.path")
@@ -111,17 +119,18 @@ def _side_work(settings: "Settings") -> "EvaluationSlots | None":
 
 def _awaited(settings: "Settings") -> "LastEvaluation | None":
     from streamrl.coordinator.coordinator import LastEvaluation
+    from streamrl.producers.evaluation.settings import PATIENCE_S
 
     wanted = _held_out_of(settings)
-    if not wanted.data:
+    if not wanted.sets:
         return None
     due = partial(wanted.newest_due, exported_every=settings.training.weight_sync_steps)
-    return LastEvaluation(due, wanted.patience_s)
+    return LastEvaluation(due, PATIENCE_S)
 
 
 FEATURE = Feature(
     name="evaluation",
-    settings=SettingsRules(check=_check_settings),
+    settings=SettingsRules(check=_check_settings, complete=_completed),
     processes=FeatureProcesses(
         roles=(
             FeatureRole(

@@ -2,7 +2,7 @@
 
 Invariants:
 - evaluation_never_waits_for_training: it has its own tasks, counts and slots. Heartbeats do not count it, so the
-  dispatcher sends as many orders as without it, and it takes at most ``evaluation.share`` of the slots;
+  dispatcher sends as many orders as without it, and it takes at most ``SLOTS_SHARE`` of the slots;
 - only_the_served_policy_is_evaluated: a worker that has, or will have, weights of an arm of a split samples nothing;
 - declined_orders_are_reported: heartbeats name the orders that the worker declines for that reason, and the evaluator
   gives them to other workers;

@@ -56,12 +56,12 @@ class DataSettings(Section):
         dict[DatasetName, MixturePart],
         Field(description="Several reasoning-gym data sets: name to weight, or to {weight, options}."),
     ] = {}
-    size: Annotated[int, Field(ge=1, description="Prompts in one pass, if they are generated.")] = 10_000
     seed: Annotated[
         int | None,
         Field(
             ge=0,
-            description="Seed of the prompts; unset: the run's. Seeds that differ by less than size share prompts.",
+            description="Seed of the prompts; unset: the run's. Generated sets whose seeds differ by less than 10,000 "
+            "share prompts.",
         ),
     ] = None
     path: Annotated[
@@ -154,6 +154,8 @@ class DataSettings(Section):
 
 
 def _without_reserved(options: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    if reserved := {"size", "seed"} & set(options):
-        raise ValueError(f"expected {' and '.join(sorted(reserved))} directly in [data], got it among the options")
+    if "size" in options:
+        raise ValueError("expected options without size, which is always 10,000 prompts, got size; remove it")
+    if "seed" in options:
+        raise ValueError("expected seed directly in [data], got it among the options")
     return options

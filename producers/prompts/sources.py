@@ -30,6 +30,8 @@ MAX_PROMPT_BYTES = 2 << 20
 MAX_FILTER_ATTEMPTS = 100
 """Entries tried for a position until the filter accepts one. A filter that accepts fewer than 1 in 100 is taken to be a
 mistake."""
+PASS_SIZE = 10_000
+"""Prompts in one pass over generated prompts."""
 _TUPLE_GRIDS = {"arc_agi", "rearc"}
 """Data sets whose scorers expect tuples, which JSON turns into lists; the others also accept lists."""
 Filter = Callable[[dict[str, Any]], bool]
@@ -154,9 +156,10 @@ class ReasoningGymSource:
     the data set is used. That instance's seed is higher by ``size``, so no two positions of a pass share an entry.
     """
 
-    def __init__(self, settings: DataSettings, seed: int) -> None:
+    def __init__(self, settings: DataSettings, seed: int, size: int = PASS_SIZE) -> None:
         self._settings = settings
         self._seed = seed
+        self._size = size
         self._accepts = load_filter(settings.filter)
         self._names = tuple(settings.parts)
         self._bounds = tuple(accumulate(part.weight for part in settings.parts.values()))
@@ -171,13 +174,13 @@ class ReasoningGymSource:
         Raises:
             DataError: the filter refuses too many entries, or the data set fails.
         """
-        data_pass, index = divmod(position, self._settings.size)
+        data_pass, index = divmod(position, self._size)
         name = self._dataset_at(index)
         # Attempt 0 is the data set itself; the seed of each further attempt is higher by one size.
         for attempt in range(MAX_FILTER_ATTEMPTS):
             entry = self._entry(name, attempt, index)
             if self._accepts(entry):
-                return self._prompt(name, attempt * self._settings.size + index, entry), data_pass
+                return self._prompt(name, attempt * self._size + index, entry), data_pass
         raise DataError(
             f"expected {self._settings.filter} to accept one of {MAX_FILTER_ATTEMPTS} entries of {name!r} "
             f"at position {position}, got none; loosen the filter or the options"
@@ -194,9 +197,8 @@ class ReasoningGymSource:
 
     def _dataset(self, name: str, attempt: int) -> GymDataset:
         if (name, attempt) not in self._datasets:
-            size = self._settings.size
-            options = self._settings.parts[name].options
-            self._datasets[name, attempt] = open_dataset(name, options, size=size, seed=self._seed + attempt * size)
+            options, seed = self._settings.parts[name].options, self._seed + attempt * self._size
+            self._datasets[name, attempt] = open_dataset(name, options, size=self._size, seed=seed)
         return self._datasets[name, attempt]
 
     def _entry(self, name: str, attempt: int, index: int) -> dict[str, Any]:

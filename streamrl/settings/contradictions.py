@@ -122,12 +122,6 @@ RULES = (
         lambda _: "generated prompts (data.dataset or data.mixture)",
     ),
     ExclusionRule(
-        ("data.size",),
-        ("data.path",),
-        lambda settings: settings.data.path is None,
-        lambda _: "data.path, where one pass covers all rows",
-    ),
-    ExclusionRule(
         ("rewards.format_pattern",),
         ("rewards.functions",),
         lambda settings: "format" in _functions(settings),

@@ -147,6 +147,10 @@ class PolicyHooks:
     operators: PolicyOperators
 
 
+def _as_given(tree: "dict[str, Any]") -> "dict[str, Any]":
+    return tree
+
+
 def _no_policy(_: "Message") -> str | None:
     return None
 
@@ -197,12 +201,13 @@ async def _nothing_to_try(_: "Settings") -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsRules:
-    """The combinations of settings that a feature rules out.
+    """The combinations of settings that a feature rules out, and those that it fills in.
 
-    ``check`` raises ``SettingsError`` if sections contradict each other; ``exclusions``: keys that other settings make
-    meaningless.
+    ``complete`` adds to the tree what follows from other sections, before the tree is validated. ``check`` raises
+    ``SettingsError`` if sections contradict each other; ``exclusions``: keys that other settings make meaningless.
     """
 
+    complete: "Callable[[dict[str, Any]], dict[str, Any]]" = _as_given
     check: "Callable[[Settings], None]" = _nothing
     exclusions: tuple[ExclusionRule, ...] = ()
 

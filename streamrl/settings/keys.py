@@ -36,6 +36,7 @@ REMOVED = {
         "a finished run always has 60 s after a restart in which it may continue",
     ),
     # [data]
+    "data.size": "generated prompts always have 10,000 in one pass; evaluation.prompts limits a held-out set",
     # [dispatch]
     "dispatch.adoption_patience_s": "always 5 s",
     "dispatch.log_interval_s": "always 10 s",
@@ -50,6 +51,8 @@ REMOVED = {
     "environments.episodes_per_task": "always loop.num_generations",
     "environments.load_timeout_s": "an environment always has 600 s to load",
     # [evaluation]
+    "evaluation.patience_s": "the end of a run always waits 30 minutes for the last evaluation",
+    "evaluation.share": "evaluation always takes at most an eighth of a worker's slots",
     # [gateway]
     "gateway.body_timeout_s": "a request's body always has 30 s to arrive",
     "gateway.max_awaiting_feedback": "always the newest 100,000 requests are kept for feedback",

@@ -55,6 +55,8 @@ def validated(tree: Tree, given: SettingsLayers | None = None) -> Settings:
     Raises:
         SettingsError: see ``load_settings``.
     """
+    for feature in features():
+        tree = feature.settings.complete(tree)
     try:
         settings = Settings.model_validate(tree)
     except ValidationError as error:
@@ -95,7 +97,8 @@ def _without_meaningless(model: BaseModel, values: Tree, meaningless: frozenset[
         if isinstance(part, BaseModel):
             tree[name] = _without_meaningless(part, value, meaningless, f"{prefix}{name}.")
         elif isinstance(part, dict) and all(isinstance(each, BaseModel) for each in part.values()):
-            tree[name] = {key: _without_meaningless(each, value[key], frozenset()) for key, each in part.items()}
+            # Whole: what is left out of a held-out set would be that of [data].
+            tree[name] = {key: {each: UNSET if of is None else of for each, of in value[key].items()} for key in part}
         elif value is not None:
             tree[name] = value
         elif type(model).model_fields[name].default is not None:  # TOML has no null, so a word means "unset"

@@ -36,7 +36,7 @@ def evaluator_on(bus: MemoryBus, directory: Path) -> Evaluator:
         RUN,
         LoopSettings(heartbeat_timeout_s=10.0),
         DispatchSettings(order_timeout_s=20.0),
-        HeldOutTask(held_out, HeldOutSettings(data=data, every=1, samples=2, share=0.5), {"right": 1.0}),
+        HeldOutTask(held_out, HeldOutSettings(data=data, every=1, samples=2), {"right": 1.0}),
         directory / "metrics.jsonl",
     )
     evaluator.max_attempts = 3

@@ -80,7 +80,7 @@ class EvaluatorHarness:
     @asynccontextmanager
     async def running(self) -> AsyncIterator["asyncio.Task[None]"]:
         data = {"easy": DataSettings(dataset="chain_sum"), "hard": DataSettings(dataset="chain_sum")}
-        settings = HeldOutSettings(**{"data": data, "every": 2, "samples": 2, "share": 0.25} | self.settings)
+        settings = HeldOutSettings(**{"data": data, "every": 2, "samples": 2} | self.settings)
         evaluator = Evaluator(
             self.bus,
             RUN,
@@ -107,7 +107,7 @@ class EvaluatorHarness:
 
     async def beat(self, worker: str = "w0", number: int = 0, *, incarnation: str = "a", **changes: Any) -> None:
         self.beats += 1
-        fields = {"version": PolicyVersion(1, number), "incarnation": incarnation, "capacity": 16, "wire": WIRE_VERSION}
+        fields = {"version": PolicyVersion(1, number), "incarnation": incarnation, "capacity": 32, "wire": WIRE_VERSION}
         await self.send(HEARTBEATS, heartbeat(worker, sequence=self.beats, **fields | changes))
 
     async def pass_time(self, seconds: float, state: WorkerState) -> None:

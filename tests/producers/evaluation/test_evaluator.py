@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.producers.evaluation.settings import PATIENCE_S
 from streamrl.schemas.control import RunFinished
 from streamrl.schemas.errors import Superseded
 from streamrl.schemas.identifiers import PolicyVersion
@@ -199,7 +200,7 @@ async def test_weights_that_a_crash_undid_are_dropped_and_those_it_went_on_from_
 
 
 async def test_it_ends_once_the_last_weights_are_reported_or_after_its_patience(harness: EvaluatorHarness) -> None:
-    harness.settings = {"samples": 1, "patience_s": 50.0}
+    harness.settings = {"samples": 1}
     async with harness.running() as task:
         await harness.beat("w0", 4)
         await harness.send(STEPS, step_report(1, 4, finished=True))
@@ -216,7 +217,7 @@ async def test_it_ends_once_the_last_weights_are_reported_or_after_its_patience(
     async with harness.running() as task:
         await harness.beat("w0", 6)
         await until(lambda: len(harness.orders) == 2 * PROMPTS)
-        harness.now += 51.0
+        harness.now += PATIENCE_S + 1.0
         await until(task.done)
     assert len(harness.reports) == 1
 

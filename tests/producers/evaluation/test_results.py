@@ -94,5 +94,7 @@ def test_settings_tell_what_is_due_and_how_many_slots_it_takes() -> None:
     assert [step for step in range(25) if some.is_due(step)] == [0, 10, 20]
     assert [some.newest_due(last, exported_every=4) for last in (0, 9, 20, 25, 30)] == [0, 0, 20, 20, 30]
     assert (some.slots(64), some.slots(4), some.told_k) == (8, 1, (1, 4))
+    off = HeldOutSettings(data=some.data, every=0)
+    assert (off.sets, off.slots(64), off.is_due(0)) == ({}, 0, False)
     with pytest.raises(ValueError, match=r"each of evaluation.k from 1 to evaluation.samples \(2\), got 3; lower it"):
         HeldOutSettings(samples=2, k=(3,))

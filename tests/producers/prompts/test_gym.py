@@ -9,14 +9,14 @@ import pytest
 
 from streamrl.producers.prompts.gym import WITHOUT_WHEEL, open_dataset
 from streamrl.producers.prompts.settings import DataSettings
-from streamrl.producers.prompts.sources import ReasoningGymSource, open_source, scoring_entry
+from streamrl.producers.prompts.sources import PASS_SIZE, ReasoningGymSource, open_source, scoring_entry
 from streamrl.producers.rewards.builtin import DATASET
 from streamrl.producers.rewards.child import load_reward
 from streamrl.schemas.errors import DataError, RewardLoadError
 
 
-def _source(seed: int = 0, **settings: Any) -> ReasoningGymSource:
-    return ReasoningGymSource(DataSettings.model_validate({"dataset": "chain_sum", **settings}), seed)
+def _source(seed: int = 0, size: int = PASS_SIZE, **settings: Any) -> ReasoningGymSource:
+    return ReasoningGymSource(DataSettings.model_validate({"dataset": "chain_sum", **settings}), seed, size)
 
 
 def is_even(entry: dict[str, Any]) -> bool:

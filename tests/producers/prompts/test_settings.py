@@ -21,7 +21,7 @@ def test_a_bare_number_in_a_mixture_is_a_weight() -> None:
         ({"path": "a.jsonl", "options": {"a": 1}}, "no data.options with data.path"),
         ({"path": "a.jsonl", "format": "ver"}, "format"),
         ({"dataset": "gcd", "options": {"seed": 1}}, "directly in \\[data\\]"),
-        ({"mixture": {"gcd": {"options": {"size": 1}}}}, "directly in \\[data\\]"),
+        ({"mixture": {"gcd": {"options": {"size": 1}}}}, "always 10,000 prompts"),
         ({"dataset": "gcd", "prompt_template": "Q:"}, "prompt_template"),
         ({"dataset": "gcd", "filter": "no_colon"}, "filter"),
         ({"dataset": "../up"}, "dataset"),

@@ -49,7 +49,6 @@ SETTINGS = [
     ),
     ("two sources of prompts", "show --data.dataset gcd", "", "got data.path and data.dataset"),
     ("options for stored prompts", "show --data.options={a=1}", "", "expected no data.options with data.path"),
-    ("a size for stored prompts", "show --data.size 10", "", "no data.size with data.path"),
     ("an unknown format", "show --data.format=ver", "", "setting data.format: input should be 'trl', 'verl' or"),
     ("a pattern that nobody uses", "show --rewards.format_pattern=a", "", 'rewards.functions that lack "format"'),
     ("a broken pattern", "show --rewards.answer_pattern=(", "", "expected a regular expression, got '('"),
