@@ -46,7 +46,8 @@ def build_evaluator(settings: "Settings", context: "ProcessContext") -> "Role":
     wanted = _held_out_of(settings)
     if not wanted.sets:
         raise SettingsError(
-            "expected held-out prompts and evaluation.every above 0, got none: add a set, such as [evaluation.data.held_out]"
+            "expected held-out prompts, got none: add a set, such as [evaluation.data.held_out], with evaluation.every "
+            "above 0"
         )
     return Evaluator(
         bus=context.bus,

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
-from unittest.mock import patch
 
 import aiohttp
+import pytest
 
 from streamrl.bus.memory import MemoryBus
 from streamrl.producers.gateway.calls import ServedModel
@@ -158,7 +158,8 @@ async def gateway(root: Path, random: Random) -> AsyncIterator[Subject]:
         await requesters.work(made.address)
 
     # Stopped requests are cut off soon, so that a stop takes no longer than the test allows.
-    with patch("streamrl.producers.gateway.gateway.SHUTDOWN_TIMEOUT_S", 1.0):
+    with pytest.MonkeyPatch.context() as shortened:
+        shortened.setattr("streamrl.producers.gateway.gateway.SHUTDOWN_TIMEOUT_S", 1.0)
         async with running_relay() as relay:
             await send_control(bus, RUN, relay.add(V0, size=64))
             working = asyncio.create_task(_worker(bus, made.model.loop, engine, root, 0, 8).run(stop))
