@@ -19,7 +19,7 @@ MASK = "**********"
 
 
 def variable_of(key: Iterable[str]) -> str:
-    """The environment variable of a setting: ``STREAMRL_KAFKA__LINGER_MS`` for ``("kafka", "linger_ms")``."""
+    """The environment variable of a setting: ``STREAMRL_RUN__NAME`` for ``("run", "name")``."""
     return ENV_PREFIX + "__".join(key).upper()
 
 

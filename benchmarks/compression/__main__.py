@@ -25,6 +25,7 @@ from benchmarks.conditions import conditions
 from benchmarks.transport.workload import Ended, as_message
 from streamrl.bus.embedded.cluster import start_cluster
 from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.limits import LIMITS
 from streamrl.bus.kafka.records import GZIP, LZ4, SNAPPY, ZSTD, SafeRecords
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.kafka.topic_admin import apply_topics
@@ -208,7 +209,7 @@ def _builder(codec: str) -> DefaultRecordBatchBuilder:
         producer_id=1,
         producer_epoch=0,
         base_sequence=0,
-        batch_size=KafkaSettings().max_batch_bytes,
+        batch_size=LIMITS.max_batch_bytes,
     )
 
 

@@ -1,6 +1,6 @@
 """Our path: typed arrays → Trajectory → frame → Kafka → frame → Trajectory with arrays.
 
-*batched*: as the worker publishes, in batches that close after ``linger_ms`` or ``max_batch_bytes``. *single*: each
+*batched*: as the worker publishes, in batches that close after ``linger_s`` or ``max_batch_bytes``. *single*: each
 trajectory is acknowledged before the next is sent.
 """
 

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.limits import LIMITS
 
 TOKEN_BUDGET = 32_768
-BATCH_BYTES = KafkaSettings().max_batch_bytes
+BATCH_BYTES = LIMITS.max_batch_bytes
 """Where our publisher closes a batch, and at equal batching the peers."""
-LINGER_S = KafkaSettings().linger_ms / 1000
+LINGER_S = LIMITS.linger_s
 PathName = Literal["kafka", "redis", "files"]
 Batching = Literal["single", "group", "batched"]
 

@@ -21,7 +21,6 @@ RENAMED = {
     "coordinator.heartbeat_timeout_s": "loop.heartbeat_timeout_s",
     "dispatch.lease_s": "loop.heartbeat_timeout_s",
     "generation.stream_tokens": "generation.partial_trajectories",
-    "kafka.stall_rebuilds": "kafka.max_client_restarts",
     "training.grad_norm_spike": "training.max_grad_norm_ratio",
     "training.max_refused_steps": "training.max_skipped_steps",
 }
@@ -78,6 +77,18 @@ REMOVED = {
     # [ingest]
     "ingest.group_timeout_s": "a group closes when its last sample arrives, or when the dispatcher abandons it",
     # [kafka]
+    "kafka.linger_ms": "always 1 ms",
+    "kafka.max_batch_bytes": "always 512 KiB",
+    "kafka.max_in_flight_bytes": "always 64 MiB",
+    "kafka.connect_timeout_ms": "always 4 s",
+    "kafka.transaction_timeout_ms": "always 10 s",
+    "kafka.stall_timeout_ms": "always 20 s",
+    "kafka.max_client_restarts": "always 3",
+    "kafka.stall_rebuilds": "always 3",
+    "kafka.fetch_max_wait_ms": "always 100 ms",
+    "kafka.fetch_min_bytes": "always 1",
+    "kafka.fetch_max_bytes": "always 32 MiB",
+    "kafka.max_partition_fetch_bytes": "always 4 MiB",
     # [lengths]
     "lengths.learn_after": "always 256",
     "lengths.memory": "always 8192",

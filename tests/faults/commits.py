@@ -3,6 +3,7 @@
 import asyncio
 
 from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.limits import ClientLimits
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.port import Bus, Outgoing, TransactionalPublisher
 from streamrl.schemas.errors import BusUnavailable, DeliveryUnknown, Superseded
@@ -10,9 +11,10 @@ from tests.faults.cluster import FaultyCluster
 from tests.progress import patience, within
 
 
-def bus_of(faulty: FaultyCluster, **changes: object) -> KafkaBus:
-    values = {"bootstrap_servers": faulty.bootstrap_servers, "request_timeout_ms": 2_000, "connect_timeout_ms": 1_500}
-    return KafkaBus(KafkaSettings.model_validate({**values, "transaction_timeout_ms": 5_000, **changes}))
+def bus_of(faulty: FaultyCluster, *, transaction_timeout_s: float = 5.0) -> KafkaBus:
+    settings = KafkaSettings(bootstrap_servers=faulty.bootstrap_servers, request_timeout_ms=2_000)
+    limits = ClientLimits(connect_timeout_s=1.5, transaction_timeout_s=transaction_timeout_s)
+    return KafkaBus(settings, limits=limits)
 
 
 async def commit_until_known(holder: TransactionalPublisher, records: list[Outgoing]) -> int:

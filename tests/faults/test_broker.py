@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.limits import ClientLimits
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.schemas.errors import BusUnavailable, UserError
 from tests.contract.topics import create_topic
@@ -84,7 +85,9 @@ async def test_a_broker_that_was_there_and_is_gone_is_not_the_users_mistake(tmp_
 
 
 async def _mistaken_at_first_and_not_later(faulty: FaultyCluster) -> None:
-    bus = KafkaBus(KafkaSettings(bootstrap_servers=faulty.bootstrap_servers, connect_timeout_ms=2_000))
+    bus = KafkaBus(
+        KafkaSettings(bootstrap_servers=faulty.bootstrap_servers), limits=ClientLimits(connect_timeout_s=2.0)
+    )
     faulty.proxy.refuse()
     with pytest.raises(UserError, match="streamrl kafka up"):
         await bus.publisher("first")

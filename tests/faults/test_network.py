@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.limits import ClientLimits
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.port import Outgoing
 from tests.faults.cluster import FaultyCluster
@@ -58,7 +59,7 @@ async def test_bytes_lost_in_one_direction_lose_no_record(faulty: FaultyCluster,
 
 
 async def test_latency_and_little_bandwidth_are_slower_and_nothing_else(faulty: FaultyCluster, topic: str) -> None:
-    bus = KafkaBus(settings(faulty, request_timeout_ms=15_000, stall_timeout_ms=4_000))
+    bus = KafkaBus(settings(faulty, request_timeout_ms=15_000), limits=ClientLimits(stall_timeout_s=4.0))
     publisher, subscription = await bus.publisher("writer"), await bus.subscribe([topic], client_id="reader")
     consumer, producer = subscription._consumer, publisher._producer
     faulty.proxy.latency_s, faulty.proxy.bandwidth = 0.25, 1_000_000

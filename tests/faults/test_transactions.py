@@ -78,7 +78,7 @@ async def test_a_dead_holders_transaction_holds_readers_up_no_longer_than_its_ti
 
 async def test_a_time_out_at_the_broker_is_no_fence_and_a_newer_holder_is(faulty: FaultyCluster, topic: str) -> None:
     await (await bus_of(faulty).transactional(topic)).close()
-    bus = bus_of(faulty, transaction_timeout_ms=1_000)
+    bus = bus_of(faulty, transaction_timeout_s=1.0)
     holder = await bus.transactional(topic)
     reader = await bus.subscribe([topic], client_id="reader", partitions=[0])
     producer = holder._producer

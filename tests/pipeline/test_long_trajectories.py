@@ -9,6 +9,7 @@ import pytest
 
 from streamrl.bus.history import BusHistory, Extent
 from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.limits import ClientLimits
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.kafka.topic_admin import apply_topics
 from streamrl.bus.memory import MemoryBus
@@ -62,9 +63,9 @@ async def bus(request: pytest.FixtureRequest) -> tuple[Bus, str]:
     servers = request.getfixturevalue("bootstrap_servers")
     await apply_topics(servers, run, LOOP.trajectory_partitions)
     # The broker may have to wait for a processor.
-    patient = {"connect_timeout_ms": 60_000, "request_timeout_ms": 60_000, "delivery_timeout_ms": 120_000}
+    patient = {"request_timeout_ms": 60_000, "delivery_timeout_ms": 120_000}
     settings = {"bootstrap_servers": servers, "compression_type": request.param, **patient}
-    return KafkaBus(KafkaSettings.model_validate(settings)), run
+    return KafkaBus(KafkaSettings.model_validate(settings), limits=ClientLimits(connect_timeout_s=60.0)), run
 
 
 async def test_200_000_tokens_and_their_text_go_all_the_way(bus: tuple[Bus, str], tmp_path: Path) -> None:

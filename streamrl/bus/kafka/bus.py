@@ -7,6 +7,7 @@ A member of a consumer group uses aiokafka's group protocol and reads no records
 
 import asyncio
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
@@ -23,6 +24,7 @@ from streamrl.bus.kafka.connection import (
     partition_counts,
     started,
 )
+from streamrl.bus.kafka.limits import LIMITS, ClientLimits
 from streamrl.bus.kafka.publisher import KafkaPublisher
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.kafka.subscription import ConsumerFactory, KafkaSubscription, open_subscription
@@ -103,7 +105,9 @@ class _Shares(ConsumerRebalanceListener):  # type: ignore[misc]
             self.consumer.pause(*assigned)
 
 
-async def join_group(settings: KafkaSettings, topic: str, *, group_id: str, client_id: str) -> KafkaGroupMember:
+async def join_group(
+    settings: KafkaSettings, topic: str, *, group_id: str, client_id: str, limits: ClientLimits
+) -> KafkaGroupMember:
     """Join a group. The member gets its share after the group's rebalance.
 
     Raises:
@@ -118,7 +122,7 @@ async def join_group(settings: KafkaSettings, topic: str, *, group_id: str, clie
         session_timeout_ms=SESSION_TIMEOUT_MS,
         heartbeat_interval_ms=HEARTBEAT_INTERVAL_MS,
     )
-    await started(consumer, settings)
+    await started(consumer, settings, limits)
     shares = _Shares()
     shares.consumer = consumer
     consumer.subscribe([topic], listener=shares)
@@ -132,23 +136,27 @@ class KafkaBus:
     the caller processes the last ones.
     """
 
-    def __init__(self, settings: KafkaSettings, advice: str = "", *, prefetch: bool = True) -> None:
+    def __init__(
+        self, settings: KafkaSettings, advice: str = "", *, prefetch: bool = True, limits: ClientLimits = LIMITS
+    ) -> None:
         self._settings = settings
+        self._limits = limits
         self._prefetch = prefetch
         self.availability = BrokerAvailability(settings.bootstrap_servers or "", advice)
 
     def without_prefetch(self) -> "KafkaBus":
         """The same broker, for displays: a subscription that is paused between two reads sends no requests then."""
-        bus = KafkaBus(self._settings, prefetch=False)
+        bus = KafkaBus(self._settings, prefetch=False, limits=self._limits)
         bus.availability = self.availability
         return bus
 
     def for_single_records(self) -> "KafkaBus":
         """The same broker, for reading single records: little is fetched beyond the wanted ones."""
         # There may be no record after the wanted one, and the next request would wait for the answer to that fetch.
-        update = {"max_partition_fetch_bytes": SINGLE_FETCH_BYTES, "fetch_max_wait_ms": SINGLE_FETCH_WAIT_MS}
-        small = self._settings.model_copy(update=update)
-        bus = KafkaBus(small, prefetch=False)
+        small = replace(
+            self._limits, max_partition_fetch_bytes=SINGLE_FETCH_BYTES, fetch_max_wait_ms=SINGLE_FETCH_WAIT_MS
+        )
+        bus = KafkaBus(self._settings, prefetch=False, limits=small)
         bus.availability = self.availability
         return bus
 
@@ -160,9 +168,9 @@ class KafkaBus:
         """
 
         async def connect() -> AIOKafkaProducer:
-            return await started(self._producer(client_id), self._settings)
+            return await started(self._producer(client_id), self._settings, self._limits)
 
-        return KafkaPublisher(await connect(), connect, self._settings, client_id)
+        return KafkaPublisher(await connect(), connect, self._settings, client_id, self._limits)
 
     async def transactional(self, transactional_id: str) -> KafkaTransactionalPublisher:
         """A started transactional publisher; every older holder of the id is fenced.
@@ -175,10 +183,10 @@ class KafkaBus:
             return self._producer(
                 transactional_id,
                 transactional_id=transactional_id,
-                transaction_timeout_ms=self._settings.transaction_timeout_ms,
+                transaction_timeout_ms=round(1000 * self._limits.transaction_timeout_s),
             )
 
-        return await open_transactional(make, self._settings, transactional_id)
+        return await open_transactional(make, self._settings, transactional_id, self._limits)
 
     def _producer(self, client_id: str, **also: Any) -> AIOKafkaProducer:
         settings = self._settings
@@ -189,7 +197,7 @@ class KafkaBus:
             enable_idempotence=True,
             acks="all",
             compression_type=None if settings.compression_type == "none" else settings.compression_type,
-            max_batch_size=settings.max_batch_bytes,
+            max_batch_size=self._limits.max_batch_bytes,
             # The publisher's own queues linger, so aiokafka gets complete batches.
             linger_ms=0,
         )
@@ -211,11 +219,11 @@ class KafkaBus:
         """
         wanted, topics = None if partitions is None else frozenset(partitions), list(topics)
         # Asked over a separate connection, so that a missing topic is reported before a consumer is made.
-        counts = await partition_counts(self._settings, client_id, topics)
+        counts = await partition_counts(self._settings, client_id, topics, self._limits)
         assigned = [tp for topic in topics for tp in _partitions_of(topic, counts, wanted)]
         if not assigned:
             raise BusError(f"expected partitions to read, got none of {sorted(wanted or ())}")
-        factory = ConsumerFactory(self._settings, client_id, group_id, self.availability, self._prefetch)
+        factory = ConsumerFactory(self._settings, client_id, group_id, self.availability, self._prefetch, self._limits)
         return await open_subscription(factory, assigned, start, whole=wanted is None)
 
     async def join(self, topic: str, *, group_id: str, client_id: str) -> KafkaGroupMember:
@@ -225,8 +233,8 @@ class KafkaBus:
             BusUnavailable: no broker answers.
             TopicMissing: the topic does not exist.
         """
-        _partitions_of(topic, await partition_counts(self._settings, client_id, [topic]), None)
-        return await join_group(self._settings, topic, group_id=group_id, client_id=client_id)
+        _partitions_of(topic, await partition_counts(self._settings, client_id, [topic], self._limits), None)
+        return await join_group(self._settings, topic, group_id=group_id, client_id=client_id, limits=self._limits)
 
     async def group_offsets(self, topic: str, *, group_id: str) -> dict[TopicPartition, int]:
         """A group's committed offsets in a topic; see the port.

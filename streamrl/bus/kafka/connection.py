@@ -30,6 +30,7 @@ from streamrl.bus.kafka.aiokafka_internals import (
     inner_futures,
     limit_broker_waits,
 )
+from streamrl.bus.kafka.limits import LIMITS, ClientLimits
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.waiting import end_tasks, to_its_end
 from streamrl.schemas.errors import (
@@ -246,7 +247,9 @@ _reached: set[str] = set()
 """Addresses at which a broker has accepted this process. A later silence there is not the user's mistake."""
 
 
-async def started(client: Client, settings: KafkaSettings, timeout_s: float | None = None) -> Client:
+async def started(
+    client: Client, settings: KafkaSettings, limits: ClientLimits = LIMITS, *, timeout_s: float | None = None
+) -> Client:
     """Start a client: find a listening broker within the connect time-out, then start within ``timeout_s``.
 
     ``timeout_s``: default is the connect time-out again.
@@ -256,15 +259,15 @@ async def started(client: Client, settings: KafkaSettings, timeout_s: float | No
         BrokerError: the broker refuses this client, or its certificate is not trusted.
         BusUnavailable: the same, if a broker at the address has accepted this process before.
     """
-    address = address_of(settings)
+    address, connect_s = address_of(settings), limits.connect_timeout_s
     try:
         # Separate time-outs: a transactional producer may take longer to start than a listener to be found.
-        async with asyncio.timeout(settings.connect_timeout_ms / 1000):
+        async with asyncio.timeout(connect_s):
             answering = await _find_listener(address, settings)
         if (connections := connections_of(client)) is not None:
             begin_at(connections, answering)
-            limit_broker_waits(connections, settings.connect_timeout_ms / 1000)
-        async with asyncio.timeout(timeout_s or settings.connect_timeout_ms / 1000):
+            limit_broker_waits(connections, connect_s)
+        async with asyncio.timeout(timeout_s or connect_s):
             await _start(client)
     except (TimeoutError, OSError, errors.KafkaError) as error:
         await discard(client)
@@ -416,7 +419,7 @@ class _MetadataClient(AIOKafkaClient):  # type: ignore[misc]
 
 
 async def partition_counts(
-    settings: KafkaSettings, client_id: str, topics: Collection[str] | None = None
+    settings: KafkaSettings, client_id: str, topics: Collection[str] | None = None, limits: ClientLimits = LIMITS
 ) -> dict[str, int]:
     """Number of partitions of each existing topic of ``topics``; None: of every topic.
 
@@ -424,15 +427,18 @@ async def partition_counts(
         BrokerUnreachable: no broker answers.
         BusError: the broker refuses.
     """
-    client = await started(_MetadataClient(**client_options(settings, client_id)), settings)
+    client = await started(_MetadataClient(**client_options(settings, client_id)), settings, limits)
     try:
-        return await partitions_seen_by(client, settings, topics)
+        return await partitions_seen_by(client, settings, topics, limits)
     finally:
         await discard(client)
 
 
 async def partitions_seen_by(
-    client: AIOKafkaClient, settings: KafkaSettings, topics: Collection[str] | None = None
+    client: AIOKafkaClient,
+    settings: KafkaSettings,
+    topics: Collection[str] | None = None,
+    limits: ClientLimits = LIMITS,
 ) -> dict[str, int]:
     """The same as ``partition_counts``, over the connections of a started client.
 
@@ -442,7 +448,7 @@ async def partitions_seen_by(
     """
     doing = f"reading the topics of {address_of(settings)}"
     with converting_errors(doing):
-        async with asyncio.timeout(settings.connect_timeout_ms / 1000):
+        async with asyncio.timeout(limits.connect_timeout_s):
             if topics is not None:
                 found = await topics_named(client, topics)
                 return {name: len(partitions) for name, partitions in found.items()}

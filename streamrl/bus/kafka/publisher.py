@@ -33,6 +33,7 @@ from aiokafka.structs import RecordMetadata
 
 from streamrl.bus.kafka.aiokafka_internals import watch_tasks
 from streamrl.bus.kafka.connection import converting_errors, partition_counts, partitions_seen_by, stop
+from streamrl.bus.kafka.limits import LIMITS, ClientLimits
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.port import Outgoing, Position, TopicPartition
 from streamrl.schemas.errors import BusError, BusUnavailable, DeliveryUnknown
@@ -61,14 +62,18 @@ class KafkaPublisher:
         connect: Callable[[], Awaitable[AIOKafkaProducer]],
         settings: KafkaSettings,
         client_id: str,
+        limits: ClientLimits = LIMITS,
     ) -> None:
         self._producer: AIOKafkaProducer | None = producer
         watch_tasks(producer, functools.partial(self._on_broken, producer))
         self._connect = connect
         self._connecting = asyncio.Lock()
         self._settings = settings
+        self._limits = limits
+        # An acknowledgement may take one request time-out longer than progress.
+        self._stall_timeout_s = limits.stall_timeout_s + settings.request_timeout_ms / 1000
         self._client_id = client_id
-        self._space = BufferSpace(settings.max_in_flight_bytes)
+        self._space = BufferSpace(limits.max_in_flight_bytes)
         self._counts: dict[str, int] = {}
         # By topic and partition. A record whose key selects the partition has None there and is never found;
         # ``_queue_for`` then finds its queue.
@@ -108,7 +113,7 @@ class KafkaPublisher:
     def _refuse_if_unusable(self) -> None:
         if self._closed:
             raise BusError(f"publisher {self._client_id} is closed; open a new one")
-        if self._stalls >= self._settings.max_client_restarts:
+        if self._stalls >= self._limits.max_client_restarts:
             raise BusError(
                 f"expected the broker to acknowledge records of {self._client_id}, it answers but acknowledges none: "
                 f"{self._stalls} producers in a row failed; restart this process and look at the broker's log"
@@ -134,18 +139,18 @@ class KafkaPublisher:
             raise BusError(f"expected a partition below {count} of {topic}, got {number}")
         name = TopicPartition(topic, number)
         if name not in self._queues:
-            linger_s = self._settings.linger_ms / 1000
+            linger_s = self._limits.linger_s
             self._queues[name] = PartitionQueue(name, self._new_batch, self._send, self._drop, linger_s)
         return self._queues[name]
 
     async def _count_partitions(self, topic: str) -> int:
         producer = await self._connected()
-        counts = await partitions_seen_by(producer.client, self._settings, [topic])
+        counts = await partitions_seen_by(producer.client, self._settings, [topic], self._limits)
         if topic not in counts:
             raise BusUnavailable(f"expected an existing topic, got {topic!r}; create it with `streamrl topics apply`")
         self._counts |= counts
         with converting_errors(f"finding the leaders of {topic}"):
-            async with asyncio.timeout(self._settings.connect_timeout_ms / 1000):
+            async with asyncio.timeout(self._limits.connect_timeout_s):
                 await producer.partitions_for(topic)
         return counts[topic]
 
@@ -160,7 +165,7 @@ class KafkaPublisher:
             return self._producer
 
     def _new_batch(self, partition: TopicPartition) -> "RecordBatch":
-        builder = new_builder(self._settings.max_batch_bytes, self._settings.compression_type)
+        builder = new_builder(self._limits.max_batch_bytes, self._settings.compression_type)
         return RecordBatch(builder, partition, self._settings.delivery_timeout_ms / 1000)
 
     async def _send(self, batch: "RecordBatch") -> None:
@@ -168,7 +173,7 @@ class KafkaPublisher:
         try:
             producer = await self._connected()
             # aiokafka's own wait for metadata has no bound.
-            async with asyncio.timeout(self._settings.writer_stall_s):
+            async with asyncio.timeout(self._stall_timeout_s):
                 sent = await producer.send_batch(
                     batch.builder, batch.partition.topic, partition=batch.partition.partition
                 )
@@ -193,7 +198,7 @@ class KafkaPublisher:
         Raises:
             DeliveryUnknown: this producer gets nothing acknowledged, though the broker answers; it is discarded.
         """
-        loop, patience_s = asyncio.get_running_loop(), self._settings.writer_stall_s
+        loop, patience_s = asyncio.get_running_loop(), self._stall_timeout_s
         waiting_since = loop.time()
         # ``wait`` and not ``wait_for``, which would cancel the future of a batch that may still be acknowledged.
         while not (await asyncio.wait([sent], timeout=patience_s))[0]:
@@ -212,7 +217,7 @@ class KafkaPublisher:
     async def _broker_answers(self) -> bool:
         try:
             # Over a separate connection, because this producer's may be broken.
-            await partition_counts(self._settings, self._client_id, ())
+            await partition_counts(self._settings, self._client_id, (), self._limits)
         except BusError:
             return False
         return True

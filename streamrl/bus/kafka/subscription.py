@@ -31,6 +31,7 @@ from streamrl.bus.kafka.connection import (
     partitions_seen_by,
     started,
 )
+from streamrl.bus.kafka.limits import LIMITS, ClientLimits
 from streamrl.bus.kafka.records import SafeRecords
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.port import Record, Start, TopicPartition
@@ -303,24 +304,24 @@ class ConsumerFactory:
     group_id: str | None
     availability: BrokerAvailability = field(default_factory=BrokerAvailability)
     prefetch: bool = True
+    limits: ClientLimits = LIMITS
 
     async def open_consumer(self, partitions: Iterable[TopicPartition]) -> AIOKafkaConsumer:
         """A started consumer of these partitions, all paused at offset 0 so that it reads nothing yet."""
-        settings = self.settings
+        limits = self.limits
         replace_record_reader(SafeRecords)
         consumer = AIOKafkaConsumer(
-            **client_options(settings, self.client_id),
+            **client_options(self.settings, self.client_id),
             group_id=self.group_id,
             enable_auto_commit=False,  # the checkpoint decides where reading continues; a commit is for lag displays
             auto_offset_reset="none",  # a missing offset is an error, never a silent jump
             isolation_level="read_committed",  # no records of aborted or open transactions
-            fetch_max_wait_ms=settings.fetch_max_wait_ms,
+            fetch_max_wait_ms=limits.fetch_max_wait_ms,
             consumer_timeout_ms=FETCHER_WAKES_MS if self.prefetch else FETCHER_WAKES_WITHOUT_PREFETCH_MS,
-            fetch_min_bytes=settings.fetch_min_bytes,
-            fetch_max_bytes=settings.fetch_max_bytes,
-            max_partition_fetch_bytes=settings.max_partition_fetch_bytes,
+            fetch_max_bytes=limits.fetch_max_bytes,
+            max_partition_fetch_bytes=limits.max_partition_fetch_bytes,
         )
-        await started(consumer, settings)
+        await started(consumer, self.settings, limits)
         names = [KafkaPartition(*tp) for tp in partitions]
         consumer.assign(names)
         for name in names:
@@ -331,7 +332,7 @@ class ConsumerFactory:
     async def offsets(self, ask: AskOffsets, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """The answer of ``ask``, a consumer's ``beginning_offsets`` or ``end_offsets``, within the connect time-out."""
         with converting_errors(f"reading offsets as {self.client_id}"):
-            async with asyncio.timeout(self.settings.connect_timeout_ms / 1000):
+            async with asyncio.timeout(self.limits.connect_timeout_s):
                 found = await ask([KafkaPartition(*tp) for tp in partitions])
         return {TopicPartition(*tp): offset for tp, offset in found.items()}
 
@@ -368,8 +369,8 @@ class ConsumerWatchdog:
         self._factory = factory
         self._partitions = tuple(partitions)
         self._whole = whole
-        self._timeout_s = factory.settings.stall_timeout_ms / 1000
-        self._detector = StallDetector(self._timeout_s, factory.settings.max_client_restarts)
+        self._timeout_s = factory.limits.stall_timeout_s
+        self._detector = StallDetector(self._timeout_s, factory.limits.max_client_restarts)
         self._missing_topics: frozenset[str] = frozenset()
         self._question: asyncio.Task[_BrokerAnswer | None] | None = None
         self._unanswered = 0
@@ -425,7 +426,7 @@ class ConsumerWatchdog:
         factory = self._factory
         asked_at = time.monotonic()
         try:
-            counts = await partitions_seen_by(client_of(consumer), factory.settings)
+            counts = await partitions_seen_by(client_of(consumer), factory.settings, limits=factory.limits)
         except BusError as error:
             factory.availability.report_silence(factory.client_id, error, asked_at)
             return None
@@ -460,7 +461,7 @@ class ConsumerWatchdog:
             where = ", ".join(f"{tp.topic}/{tp.partition} at offset {positions[tp]}" for tp in hopeless)
             raise BusError(
                 f"expected a new consumer to read on, but {self._factory.client_id} is still stuck in {where} after "
-                f"{self._factory.settings.max_client_restarts} attempts; restart this process and look at the broker's "
+                f"{self._factory.limits.max_client_restarts} attempts; restart this process and look at the broker's "
                 "log"
             )
 

@@ -27,6 +27,7 @@ from streamrl.bus.kafka.aiokafka_internals import (
     watch_tasks,
 )
 from streamrl.bus.kafka.connection import partitions_seen_by, started, stop
+from streamrl.bus.kafka.limits import ClientLimits
 from streamrl.bus.kafka.publisher import append, new_builder, partition_of
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.port import Outgoing, TopicPartition
@@ -40,9 +41,16 @@ log = structlog.get_logger()
 class KafkaTransactionalPublisher:
     """``bus.port.TransactionalPublisher``. Opened by ``open_transactional``."""
 
-    def __init__(self, make: Callable[[], AIOKafkaProducer], settings: KafkaSettings, transactional_id: str) -> None:
+    def __init__(
+        self,
+        make: Callable[[], AIOKafkaProducer],
+        settings: KafkaSettings,
+        transactional_id: str,
+        limits: ClientLimits,
+    ) -> None:
         self._make = make
         self._settings = settings
+        self._limits = limits
         self._id = transactional_id
         self._identity: ProducerIdentity = NO_IDENTITY
         self._producer: AIOKafkaProducer | None = None
@@ -74,7 +82,8 @@ class KafkaTransactionalPublisher:
             open_with_identity(producer, self._identity)
             try:
                 # The first transaction on a new broker waits until the broker has made its topic for transactions.
-                await started(producer, self._settings, self._settings.transaction_timeout_ms / 1000)
+                limits = self._limits
+                await started(producer, self._settings, limits, timeout_s=limits.transaction_timeout_s)
             except BusUnavailable as error:
                 if isinstance(error.__cause__, ProducerFenced):
                     self._superseded = True
@@ -108,7 +117,7 @@ class KafkaTransactionalPublisher:
             # Before the transaction starts, so that a refused record or a missing topic leaves no transaction open.
             batches = await self._batches(producer, records)
             try:
-                async with asyncio.timeout(self._settings.transaction_timeout_ms / 1000):
+                async with asyncio.timeout(self._limits.transaction_timeout_s):
                     await _transact(producer, batches, offsets or {}, group_id)
             except BaseException as error:
                 # If one of the producer's tasks has ended, the library may raise any error by mistake.
@@ -124,7 +133,7 @@ class KafkaTransactionalPublisher:
     ) -> list[tuple[TopicPartition, BatchBuilder]]:
         """The records as batches, in order per partition. Refuses unknown partitions before the transaction starts."""
         if unknown := {record.topic for record in records} - self._counts.keys():
-            self._counts |= await partitions_seen_by(producer.client, self._settings, unknown)
+            self._counts |= await partitions_seen_by(producer.client, self._settings, unknown, self._limits)
         open_batches: dict[TopicPartition, BatchBuilder] = {}
         batches = []
         for record in records:
@@ -132,7 +141,7 @@ class KafkaTransactionalPublisher:
             # Only the newest batch of a partition takes records: in an older one, a record would overtake others.
             if tp not in open_batches or not append(open_batches[tp], record):
                 open_batches[tp] = new_builder(
-                    self._settings.max_batch_bytes, self._settings.compression_type, transactional=True
+                    self._limits.max_batch_bytes, self._settings.compression_type, transactional=True
                 )
                 append(open_batches[tp], record)
                 batches.append((tp, open_batches[tp]))
@@ -222,14 +231,14 @@ def _caused_by_fence(error: BaseException | None) -> bool:
 
 
 async def open_transactional(
-    make: Callable[[], AIOKafkaProducer], settings: KafkaSettings, transactional_id: str
+    make: Callable[[], AIOKafkaProducer], settings: KafkaSettings, transactional_id: str, limits: ClientLimits
 ) -> KafkaTransactionalPublisher:
     """An opened publisher. Every older holder of the id is fenced, and its open transaction ended.
 
     Raises:
         BusUnavailable: no broker answers.
     """
-    publisher = KafkaTransactionalPublisher(make, settings, transactional_id)
+    publisher = KafkaTransactionalPublisher(make, settings, transactional_id, limits)
     # Fences now and not at the first commit: from here on, an older holder cannot write any more.
     await publisher.open()
     return publisher

@@ -20,6 +20,7 @@ from streamrl.bus.embedded.node import HOST
 from streamrl.bus.embedded.runtime import OLDEST_MAJOR, cache_root, find_java
 from streamrl.bus.history import BusHistory
 from streamrl.bus.kafka.cluster import CODECS, ClusterFacts, ask_cluster, codec_problem
+from streamrl.bus.kafka.limits import LIMITS
 from streamrl.bus.kafka.records import LARGEST_UNCOMPRESSED
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.kafka.topic_admin import Change, diff_topics
@@ -237,36 +238,30 @@ def _differing(change: Change, remedy: str) -> Finding:
 
 
 def _sizes(connection: RunConnection, facts: ClusterFacts) -> Iterator[Finding]:
-    """Check limits: message, batch ≤ topic; message ≤ publisher; topic ≤ broker's request, reader's batch."""
-    kafka, problems = connection.kafka, []
+    """Check limits: message, batch ≤ topic ≤ broker's request, reader's batch."""
+    problems = []
     # If a writer's limit is above a reader's, a run fails in the middle, at its longest completion.
     request = facts.number("socket.request.max.bytes")
     for topic in CATALOGUE:
         known = facts.topics.get(connection.name_of(topic))
         if known is not None:
             limit = int(known.configs.get("max.message.bytes") or 0)
-            problems += [*_size_problems(topic, limit, request, kafka)]
+            problems += [*_size_problems(topic, limit, request)]
     yield from problems
     if not problems:
         largest = max(message.MAX_BYTES for topic in CATALOGUE if (message := topic.message) is not None)
-        alone = "; those above kafka.max_partition_fetch_bytes are read one at a time" * (
-            kafka.max_partition_fetch_bytes < largest
-        )
-        yield ok("sizes", f"messages of up to {_mib(largest)} fit writers, topics, broker and readers{alone}")
+        yield ok("sizes", f"messages of up to {_mib(largest)} fit writers, topics, broker and readers")
 
 
-def _size_problems(topic: Topic, limit: int, request: int | None, kafka: KafkaSettings) -> Iterator[Finding]:
+def _size_problems(topic: Topic, limit: int, request: int | None) -> Iterator[Finding]:
     largest = 0 if topic.message is None else topic.message.MAX_BYTES
     name = topic.name
     if largest > limit:
         detail = f"{name}: a message may have {_mib(largest)}, the topic accepts {_mib(limit)}"
         yield fail("sizes", detail, "`streamrl topics apply` sets max.message.bytes")
-    if kafka.max_batch_bytes > limit:
-        detail = f"{name}: kafka.max_batch_bytes is {_mib(kafka.max_batch_bytes)}, the topic accepts {_mib(limit)}"
-        yield fail("sizes", detail, "lower kafka.max_batch_bytes, or apply the topics")
-    if largest > kafka.max_in_flight_bytes:
-        detail = f"{name}: a message may have {_mib(largest)}, publishers hold up to {_mib(kafka.max_in_flight_bytes)}"
-        yield fail("sizes", detail, "raise kafka.max_in_flight_bytes")
+    if LIMITS.max_batch_bytes > limit:
+        detail = f"{name}: writers send {_mib(LIMITS.max_batch_bytes)} at once, the topic accepts {_mib(limit)}"
+        yield fail("sizes", detail, "`streamrl topics apply` sets max.message.bytes")
     if request is not None and limit > request:
         detail = f"{name}: the topic accepts {_mib(limit)}, the broker requests of {_mib(request)}"
         yield fail("sizes", detail, "raise socket.request.max.bytes on the brokers")

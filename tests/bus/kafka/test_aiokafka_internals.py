@@ -54,6 +54,7 @@ from streamrl.bus.kafka.aiokafka_internals import (
     watch_tasks,
 )
 from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.limits import ClientLimits
 from streamrl.bus.kafka.publisher import append, new_builder
 from streamrl.bus.kafka.records import SafeRecords
 from streamrl.bus.kafka.settings import KafkaSettings
@@ -428,7 +429,7 @@ async def test_the_next_request_is_on_its_way_before_the_caller_decodes(
 ) -> None:
     topic, written = f"internals-{next(_numbers)}", []
     await create_topic(bootstrap_servers, topic, 1)
-    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers, fetch_max_wait_ms=500))
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers), limits=ClientLimits(fetch_max_wait_ms=500))
     publisher = await bus.publisher("writer")
     subscription = await bus.subscribe([topic], client_id="reader")
     consumer, send = subscription._consumer, AIOKafkaConnection.send

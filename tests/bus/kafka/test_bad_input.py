@@ -15,6 +15,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewPartitions
 from aiokafka.producer.message_accumulator import BatchBuilder
 
 from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.limits import ClientLimits
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.port import Outgoing, Record, Subscription, TopicPartition
 from streamrl.schemas.codec import headers_of
@@ -36,7 +37,7 @@ async def topic(bootstrap_servers: str) -> str:
 
 @pytest.fixture
 def bus(bootstrap_servers: str) -> KafkaBus:
-    return KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers, stall_timeout_ms=1_000))
+    return KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers), limits=ClientLimits(stall_timeout_s=1.0))
 
 
 @pytest.fixture
@@ -138,7 +139,7 @@ async def test_aborted_records_leave_gaps_and_reading_goes_on_and_is_not_taken_f
     await (await aborting.send(topic, b"aborted", partition=0))
     await aborting.abort_transaction()
     await aborting.stop()
-    patient = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers, stall_timeout_ms=3_000))
+    patient = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers), limits=ClientLimits(stall_timeout_s=3.0))
     subscription = await patient.subscribe([topic], client_id="reader")
     consumer = subscription._consumer
     records = await read(subscription, 3)

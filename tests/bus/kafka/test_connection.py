@@ -22,6 +22,7 @@ from structlog.testing import capture_logs
 from streamrl.bus.kafka import connection
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.connection import BUSY, BrokerAvailability, ProcessorWait, topics_named, with_advice
+from streamrl.bus.kafka.limits import LIMITS, ClientLimits
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.schemas.errors import (
     BrokerError,
@@ -67,9 +68,9 @@ async def test_a_refused_connection_is_one_line_at_once(opens: str, caplog: pyte
 async def test_a_listener_that_never_answers_is_given_up_within_five_seconds(opens: str, silent_listener: str) -> None:
     began = calm_s()
     with pytest.raises(BusUnavailable, match="no answer"):
-        await _open(opens, KafkaSettings(bootstrap_servers=silent_listener, connect_timeout_ms=1000))
+        await _open(opens, KafkaSettings(bootstrap_servers=silent_listener), ClientLimits(connect_timeout_s=1.0))
     assert calm_s() - began < 2
-    assert KafkaSettings().connect_timeout_ms < 5000
+    assert LIMITS.connect_timeout_s < 5
 
 
 async def test_of_several_addresses_one_that_never_answers_is_not_waited_for(
@@ -79,9 +80,9 @@ async def test_of_several_addresses_one_that_never_answers_is_not_waited_for(
     monkeypatch.setattr(connection, "collect_hosts", in_order)  # the last is asked first
     monkeypatch.setattr(client, "collect_hosts", in_order)
     monkeypatch.setattr(connection, "SILENT_AFTER_S", 0.1)
-    both = KafkaSettings(bootstrap_servers=f"{bootstrap_servers},{silent_listener}", connect_timeout_ms=2000)
+    both = KafkaSettings(bootstrap_servers=f"{bootstrap_servers},{silent_listener}")
     began, calm = time.monotonic(), calm_s()
-    await (await KafkaBus(both).publisher("writer")).close()
+    await (await KafkaBus(both, limits=ClientLimits(connect_timeout_s=2.0)).publisher("writer")).close()
     assert time.monotonic() - began > 0.1
     assert calm_s() - calm < 1.5
 
@@ -231,8 +232,8 @@ def test_only_a_silent_broker_gets_the_advice(error: StreamRLError, text: str) -
     assert with_advice(error, "") == str(error)
 
 
-async def _open(what: str, settings: KafkaSettings) -> None:
-    bus = KafkaBus(settings)
+async def _open(what: str, settings: KafkaSettings, limits: ClientLimits = LIMITS) -> None:
+    bus = KafkaBus(settings, limits=limits)
     if what == "publisher":
         await bus.publisher("writer")
     else:

@@ -2,6 +2,7 @@ import asyncio
 import gc
 
 from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.limits import ClientLimits
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.port import Outgoing
 from tests.broker_fixture import unique_numbers
@@ -14,7 +15,7 @@ POLLS = 4000
 
 async def test_thousands_of_polls_that_find_nothing_leave_nothing_behind(bootstrap_servers: str) -> None:
     topic = await new_topic(bootstrap_servers, "idle", 2)
-    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers, fetch_max_wait_ms=2))
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers), limits=ClientLimits(fetch_max_wait_ms=2))
     subscription = await bus.subscribe([topic], client_id="reader")
     waiters = subscription._consumer._fetcher._fetch_waiters
     for _ in range(500):

@@ -9,6 +9,7 @@ from structlog.testing import capture_logs
 
 from streamrl.bus.embedded.cluster import Cluster, start_cluster
 from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.limits import ClientLimits
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.port import Outgoing, Position, Record
 from streamrl.schemas.errors import BusError, BusUnavailable, DeliveryUnknown
@@ -58,7 +59,9 @@ async def test_a_refused_record_fails_alone_and_the_next_ones_arrive(bootstrap_s
 
 
 async def test_bytes_in_flight_are_bounded(bootstrap_servers: str, topic: str) -> None:
-    publisher = await KafkaBus(settings(bootstrap_servers, max_in_flight_bytes=1 << 20)).publisher("writer")
+    publisher = await KafkaBus(settings(bootstrap_servers), limits=ClientLimits(max_in_flight_bytes=1 << 20)).publisher(
+        "writer"
+    )
     futures = []
     for _ in range(64):
         futures.append(await publisher.submit(Outgoing(topic, bytes(200_000), None, 0)))
@@ -83,7 +86,7 @@ async def never(*_request: object, **_how: object) -> None:
 
 
 async def test_a_producer_that_gets_nothing_acknowledged_is_replaced(bootstrap_servers: str, topic: str) -> None:
-    bus = KafkaBus(settings(bootstrap_servers, stall_timeout_ms=500, request_timeout_ms=1000))
+    bus = KafkaBus(settings(bootstrap_servers, request_timeout_ms=1000), limits=ClientLimits(stall_timeout_s=0.5))
     publisher = await bus.publisher("writer")
     await publisher.publish(Outgoing(topic, b"0", None, 0))
     stuck = publisher._producer
@@ -98,7 +101,10 @@ async def test_a_producer_that_gets_nothing_acknowledged_is_replaced(bootstrap_s
 
 
 async def test_a_publisher_that_no_new_producer_helps_refuses_with_an_error(bootstrap_servers: str, topic: str) -> None:
-    bus = KafkaBus(settings(bootstrap_servers, stall_timeout_ms=500, request_timeout_ms=1000, max_client_restarts=2))
+    bus = KafkaBus(
+        settings(bootstrap_servers, request_timeout_ms=1000),
+        limits=ClientLimits(stall_timeout_s=0.5, max_client_restarts=2),
+    )
     publisher = await bus.publisher("writer")
     usual = publisher._connect
 
@@ -184,7 +190,7 @@ async def test_a_mistake_of_the_library_fails_its_batch_and_ends_no_queue(bootst
 
 
 async def test_a_send_that_waits_for_metadata_in_vain_is_unknown(bootstrap_servers: str, topic: str) -> None:
-    bus = KafkaBus(settings(bootstrap_servers, stall_timeout_ms=500, request_timeout_ms=1000))
+    bus = KafkaBus(settings(bootstrap_servers, request_timeout_ms=1000), limits=ClientLimits(stall_timeout_s=0.5))
     publisher = await bus.publisher("writer")
     await publisher.publish(Outgoing(topic, b"0", None, 0))
     assert publisher._producer is not None
@@ -270,7 +276,9 @@ async def a_send_past_its_deadline_is_unknown_and_still_arrives_in_order(outage:
 
 
 async def buffer_space_runs_out_within_the_deadline(outage: Outage, topic: str) -> None:
-    bus = KafkaBus(settings(outage.servers, delivery_timeout_ms=DELIVERY_MS, max_in_flight_bytes=1 << 20))
+    bus = KafkaBus(
+        settings(outage.servers, delivery_timeout_ms=DELIVERY_MS), limits=ClientLimits(max_in_flight_bytes=1 << 20)
+    )
     publisher = await bus.publisher("writer")
     await publisher.publish(Outgoing(topic, b"0", None, 0))
     await outage.begins()

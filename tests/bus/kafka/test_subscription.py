@@ -10,6 +10,7 @@ from aiokafka.record.util import calc_crc32c
 from aiokafka.structs import TopicPartition as KafkaPartition
 
 from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.limits import ClientLimits
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.kafka.subscription import ConsumerFactory
 from streamrl.bus.port import Outgoing, Record, TopicPartition
@@ -99,7 +100,7 @@ async def test_a_poll_cancelled_at_any_turn_of_the_loop_loses_nothing(bus: Kafka
 
 
 async def test_a_consumer_that_stopped_reading_is_replaced(bootstrap_servers: str, topic: str) -> None:
-    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers, stall_timeout_ms=800))
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers), limits=ClientLimits(stall_timeout_s=0.8))
     await publish(bus, topic, b"0")
     subscription = await bus.subscribe([topic], client_id="reader")
     assert [record.value for record in await subscription.poll(timeout_s=5)] == [b"0"]
@@ -126,7 +127,10 @@ async def test_a_reader_that_no_new_consumer_gets_moving_ends_with_an_error(
         return consumer
 
     monkeypatch.setattr(ConsumerFactory, "open_consumer", without_a_fetcher)
-    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers, stall_timeout_ms=500, max_client_restarts=2))
+    bus = KafkaBus(
+        KafkaSettings(bootstrap_servers=bootstrap_servers),
+        limits=ClientLimits(stall_timeout_s=0.5, max_client_restarts=2),
+    )
     subscription = await bus.subscribe([topic], client_id="reader")
     await publish(bus, topic, b"0")
     with pytest.raises(BusError, match=r"stuck in .*/0 at offset 0 after 2 attempts"):
@@ -138,7 +142,7 @@ async def test_a_reader_that_no_new_consumer_gets_moving_ends_with_an_error(
 
 
 async def test_a_paused_reader_is_never_taken_for_a_stuck_one(bootstrap_servers: str, topic: str) -> None:
-    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers, stall_timeout_ms=500))
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers), limits=ClientLimits(stall_timeout_s=0.5))
     subscription = await bus.subscribe([topic], client_id="reader")
     subscription.pause(subscription.partitions())
     await publish(bus, topic, b"0")
@@ -181,8 +185,7 @@ async def delete_before(servers: str, topic: str, offset: int) -> None:
 
 
 async def test_a_reader_that_gets_no_offsets_any_more_is_replaced(bootstrap_servers: str, topic: str) -> None:
-    settings = KafkaSettings(bootstrap_servers=bootstrap_servers, stall_timeout_ms=500, connect_timeout_ms=4000)
-    bus = KafkaBus(settings)
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers), limits=ClientLimits(stall_timeout_s=0.5))
     subscription = await bus.subscribe([topic], client_id="deaf")
     deaf = subscription._consumer
     # aiokafka's update of metadata died: nobody will ever end this wait, while fetching goes on

@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeVar
 
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.cluster import offsets_of_group
+from streamrl.bus.kafka.limits import ClientLimits
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.port import Record
 from streamrl.schemas.control import Control
@@ -59,7 +60,7 @@ class Books:
 async def read_books(address: str, run: str) -> Books:
     """The topics as they stand now."""
     # A broker that has just been killed and started may be silent for longer than a run would wait.
-    bus = KafkaBus(KafkaSettings(bootstrap_servers=address, connect_timeout_ms=int(READ_S * 1000)))
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=address), limits=ClientLimits(connect_timeout_s=READ_S))
     async with asyncio.timeout(READ_S):
         books = Books(dead_letters=await read_all(bus, run, DEAD_LETTERS))
         for record in await read_all(bus, run, TRAJECTORIES):

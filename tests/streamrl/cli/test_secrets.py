@@ -78,7 +78,7 @@ def test_no_command_shows_a_secret_of_any_layer(
         (["coordinator"], []),
         # with a mistake beside it
         (["run"], ["--loop.max_stalenes", "3"]),
-        (["run"], ["--kafka.linger_ms", "soon"]),
+        (["run"], ["--kafka.request_timeout_ms", "soon"]),
         (["run"], ["--kafka.security_protocol", "PLAINTEXT"]),
         (["run"], ["--kafka.sasl_plain_password.x", CANARY]),
         (["run"], ["--kafka.ssl_keyfile", "task.toml", "--kafka.ssl_certfile", "task.toml"]),
