@@ -45,6 +45,7 @@ from streamrl.schemas.reports import RelayBeat
 from streamrl.schemas.topics import CATALOGUE, CONTROL, HEARTBEATS
 from streamrl.weights.relay.chain import RelayMember
 from streamrl.weights.relay.copies import RelayCopies
+from streamrl.weights.relay.limits import TIMES
 from streamrl.weights.relay.server import Relay
 from streamrl.weights.relay.tier import RelayTier
 from streamrl.weights.settings import RelaySettings
@@ -293,7 +294,7 @@ async def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
                 _say("killed", seconds)
             blocked_s, _ = await trainer.step(bench, steps_s[-1], is_blocking=True)
             bench.is_star = True
-            await asyncio.sleep(RelaySettings().timeout_s + 2)
+            await asyncio.sleep(TIMES.upstream_timeout_s + 2)
             seconds["star"].append(await bench.broadcast(await trainer.hand_over(), hosts))
             _say("star", seconds)
     direct = statistics.median(seconds["direct"])
@@ -413,11 +414,11 @@ async def _serve(number: int, scratch: Path, say: Callable[[dict[str, Any]], Non
     bus = MemoryBus()
     for topic in CATALOGUE:
         bus.create_topic(topic.full_name(RUN), topic.partition_count(1))
-    settings = RelaySettings(host=f"{NETWORK}.{number + 1}", port=PORT, lease_s=0.0)
+    settings = RelaySettings(host=f"{NETWORK}.{number + 1}", port=PORT)
     store = WeightStore(scratch / "store")
     copies = RelayCopies(scratch / f"host-{number}", 1, 0.0) if number else None
     me = RelayMember(f"h{number:03}", f"http://{settings.host}:{PORT}", f"h{number:03}", has_store=not number)
-    tier = RelayTier(bus, RUN, settings, me, store, copies)
+    tier = RelayTier(bus, RUN, me, store, copies)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(_hear(bus))
         tasks.create_task(_tell(bus, me.relay_id, copies, say))

@@ -117,26 +117,27 @@ def build_relay(settings: Settings, context: ProcessContext) -> "Relay":
         SettingsError: the copies would go into the trainer's store, or the port is unknown to others.
     """
     from streamrl.weights.relay.copies import RelayCopies
+    from streamrl.weights.relay.limits import KEEP_VERSIONS, LEASE_S
     from streamrl.weights.relay.server import Relay
     from streamrl.weights.relay.tier import open_tier
     from streamrl.weights.store import WeightStore
 
     relay, root = settings.relay, settings.run.weights_store
-    store, copies = WeightStore(root, relay.lease_s), None
+    store, copies = WeightStore(root, LEASE_S), None
     if relay.store is not None:
         if relay.store.absolute() == root.absolute():
             raise SettingsError(
                 f"expected relay.store to be a separate directory, got {relay.store}, where the trainer writes; name "
                 "another, or leave it out: then this relay serves the trainer's store"
             )
-        copies = RelayCopies(relay.store / settings.run.name, relay.keep_versions, relay.lease_s)
+        copies = RelayCopies(relay.store / settings.run.name, KEEP_VERSIONS, LEASE_S)
     if not relay.port:
         raise SettingsError("expected relay.port to be a fixed port that others know, got 0; set it with --relay.port")
     patience_s = settings.loop.heartbeat_timeout_s
     tier = open_tier(context.bus, settings.run.name, relay, store, copies, patience_s, wanted_series()())
 
     def store_of_series(series: str) -> WeightStore:
-        return WeightStore(settings.run.weights_store_of(series), relay.lease_s)
+        return WeightStore(settings.run.weights_store_of(series), LEASE_S)
 
     return Relay(store, relay, context.on_response, copies, tier, None if copies is not None else store_of_series)
 

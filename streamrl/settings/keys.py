@@ -106,6 +106,10 @@ REMOVED = {
     # [metrics]
     "metrics.lag_interval_s": "the broker is asked for consumer lag every 10 s",
     # [relay]
+    "relay.keep_versions": "always 2",
+    "relay.lease_s": "always 30 s",
+    "relay.heartbeat_interval_s": "always 1 s",
+    "relay.timeout_s": "always 5 s",
     # [rewards]
     "rewards.grading_attempts": "a failing function is always called three times",
     **dict.fromkeys(
@@ -126,6 +130,7 @@ REMOVED = {
     # [scaling]
     "scaling": "a worker leaves if for 3 steps generation without it would take 15 % less than training",
     # [sender]
+    "sender.timeout_s": "always 60 s",
     # [training]
 }
 """Removed keys and sections, each with the behaviour that replaced it."""

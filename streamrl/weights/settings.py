@@ -20,12 +20,9 @@ class RelaySettings(Section):
             "(/dev/shm). Not set: it serves the trainer's own store in run.directory, as the first of the chain."
         ),
     ] = None
-    keep_versions: Annotated[int, Field(ge=1, description="Number of newest versions that stay in relay.store.")] = 2
-    lease_s: Annotated[
-        float,
-        Field(ge=0, description="Seconds that a version stays after it was last read, even if it is old."),
-    ] = 30.0
-    site: Annotated[str, Field(description="Name of this host's network: the chain of relays goes site by site.")] = ""
+    site: Annotated[
+        str, Field(description="Name of this host's network: weights cross each link between sites once.")
+    ] = ""
     address: Annotated[
         str | None,
         Field(
@@ -37,8 +34,3 @@ class RelaySettings(Section):
         int,
         Field(ge=0, description="Most bytes of weights per second to all other hosts together; 0: no limit."),
     ] = 0
-    heartbeat_interval_s: Annotated[float, Field(gt=0, description="Seconds between two heartbeats.")] = 1.0
-    timeout_s: Annotated[
-        float,
-        Field(gt=0, description="Seconds of silence after which another upstream is asked."),
-    ] = 5.0

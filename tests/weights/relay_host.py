@@ -21,6 +21,7 @@ from streamrl.schemas.weight_deltas import write_delta
 from streamrl.schemas.weights import MANIFEST, WeightDelta, WeightManifest, describe_file
 from streamrl.weights.relay.chain import RelayMember
 from streamrl.weights.relay.copies import RelayCopies
+from streamrl.weights.relay.limits import RelayTimes
 from streamrl.weights.relay.server import Relay
 from streamrl.weights.relay.tier import RelayTier
 from streamrl.weights.settings import RelaySettings
@@ -28,6 +29,8 @@ from streamrl.weights.store import WeightStore
 from tests.coordinator.running_coordinator import new_bus, publish
 from tests.fakes.series import OrderedSeries
 from tests.progress import patience
+
+QUICK = RelayTimes(heartbeat_interval_s=0.05, upstream_timeout_s=1.0)
 
 
 @dataclass
@@ -172,9 +175,6 @@ async def network(root: Path, hosts: int, *, store_pace: int = 0, sites: str = "
         settings = RelaySettings(
             host=f"127.0.0.{number + 2}",
             port=port,
-            heartbeat_interval_s=0.05,
-            timeout_s=1.0,
-            lease_s=0.0,
             max_bytes_per_s=0 if number else store_pace,
         )
         store = WeightStore(root / "store")
@@ -186,13 +186,14 @@ async def network(root: Path, hosts: int, *, store_pace: int = 0, sites: str = "
             sites[number] if sites else "",
             has_store=number == 0,
         )
-        tier = RelayTier(bus, "r", settings, me, store, copies, 1.0, OrderedSeries())
+        tier = RelayTier(bus, "r", me, store, copies, 1.0, OrderedSeries(), QUICK)
         host = Host(
             Relay(
                 store,
                 settings,
                 copies=copies,
                 loops=tier,
+                times=QUICK,
                 store_of_series=None if number else lambda arm: WeightStore(root / "instances" / arm),
             ),
             tier,

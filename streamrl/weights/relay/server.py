@@ -28,6 +28,7 @@ from streamrl.schemas.errors import ChecksumMismatch, UserError
 from streamrl.schemas.identifiers import PolicyVersion, is_plain_name
 from streamrl.schemas.weights import BELOW, DIRECTORY, MANIFEST, weights_path
 from streamrl.weights.relay.copies import ArrivingFile, RelayCopies, VersionCopy
+from streamrl.weights.relay.limits import TIMES, RelayTimes
 from streamrl.weights.settings import RelaySettings
 from streamrl.weights.store import WeightStore
 
@@ -65,6 +66,7 @@ class Relay:
     copies: RelayCopies | None = None
     loops: RelayLoops | None = None
     store_of_series: Callable[[str], WeightStore] | None = None
+    times: RelayTimes = TIMES
     _series: dict[str, WeightStore] = field(default_factory=dict)
     _pace: "SendingPace" = field(init=False)
 
@@ -110,7 +112,7 @@ class Relay:
                     await in_thread(store.tidy)
             else:
                 await self.copies.tidy()
-            await asyncio.sleep(max(1.0, self.settings.lease_s / 4))
+            await asyncio.sleep(max(1.0, (self.copies or self.store).lease_s / 4))
 
     def application(self) -> web.Application:
         """The routes."""
@@ -144,7 +146,7 @@ class Relay:
         if not is_plain_name(series):
             raise _missing(version, name, is_gone=False)
         if self.copies is not None:
-            of_series = await self.copies.find_series(series, KNOWN_WITHIN * self.settings.timeout_s)
+            of_series = await self.copies.find_series(series, KNOWN_WITHIN * self.times.upstream_timeout_s)
             if of_series is None:
                 raise _missing(version, name, is_gone=False)
             return await self._copied(request, of_series, version, name)
@@ -176,7 +178,7 @@ class Relay:
             wanted = PolicyVersion.parse(version)
         except ValueError:
             raise _missing(version, name, is_gone=False) from None
-        copy = await copies.find(wanted, KNOWN_WITHIN * self.settings.timeout_s)
+        copy = await copies.find(wanted, KNOWN_WITHIN * self.times.upstream_timeout_s)
         if copy is None:
             raise _missing(version, name, is_gone=copies.is_gone(wanted))
         lease = copies.lease(copy)

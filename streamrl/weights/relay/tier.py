@@ -27,6 +27,7 @@ from streamrl.schemas.topics import CONTROL, HEARTBEATS
 from streamrl.weights.relay.chain import RelayMember, RelayMembership, upstreams
 from streamrl.weights.relay.copies import RelayCopies
 from streamrl.weights.relay.following import CopyFollower
+from streamrl.weights.relay.limits import TIMES, RelayTimes
 from streamrl.weights.series import OwnSeries, WantedSeries
 from streamrl.weights.settings import RelaySettings
 from streamrl.weights.store import WeightStore
@@ -51,12 +52,12 @@ class RelayTier:
 
     bus: Bus
     run_name: str
-    settings: RelaySettings
     me: RelayMember
     store: WeightStore
     copies: RelayCopies | None = None
     heartbeat_timeout_s: float = LoopSettings().heartbeat_timeout_s
     wanted: WantedSeries = field(default_factory=OwnSeries)
+    times: RelayTimes = TIMES
     clock: Callable[[], float] = time.monotonic
     time_of_day: Callable[[], float] = time.time
     incarnation: str = field(init=False, default_factory=lambda: uuid.uuid4().hex[:12])
@@ -76,7 +77,7 @@ class RelayTier:
             self.copies.wanted_series = self.wanted.names
 
     def _follower(self, copies: RelayCopies) -> CopyFollower:
-        return CopyFollower(copies, self.route, self.settings.timeout_s, self._changed.set, self.clock)
+        return CopyFollower(copies, self.route, self.times.upstream_timeout_s, self._changed.set, self.clock)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Take part in the chain until stopped.
@@ -117,7 +118,7 @@ class RelayTier:
             while True:
                 self._changed.clear()
                 await self._beat(publisher)
-                await wait_for_event(self._changed, self.settings.heartbeat_interval_s)
+                await wait_for_event(self._changed, self.times.heartbeat_interval_s)
         finally:
             with contextlib.suppress(BusError, TimeoutError):
                 async with asyncio.timeout(LAST_BEAT_S):
@@ -200,7 +201,7 @@ class RelayTier:
     async def _fetch_loop(self) -> None:
         assert self.own is not None
         # A relay that has not heard the others yet would fetch the first version outside the chain.
-        await asyncio.sleep(2 * self.settings.heartbeat_interval_s)
+        await asyncio.sleep(2 * self.times.heartbeat_interval_s)
         await self.own.fetch_loop()
 
     async def _series_loop(self) -> None:
@@ -212,7 +213,7 @@ class RelayTier:
         On stop: is cancelled, with the fetches.
         """
         assert self.copies is not None
-        await asyncio.sleep(2 * self.settings.heartbeat_interval_s)
+        await asyncio.sleep(2 * self.times.heartbeat_interval_s)
         fetching: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
@@ -265,4 +266,4 @@ def open_tier(
         named = host if ip_address(settings.host).is_unspecified else settings.host
     address = settings.address or f"http://{f'[{named}]' if ':' in named else named}:{settings.port}"
     me = RelayMember(f"{host}:{settings.port}", address, host, settings.site, has_store=copies is None)
-    return RelayTier(bus, run_name, settings, me, store, copies, heartbeat_timeout_s, wanted)
+    return RelayTier(bus, run_name, me, store, copies, heartbeat_timeout_s, wanted)

@@ -36,14 +36,14 @@ def build_sender(settings: "Settings", context: "ProcessContext") -> "Role":
         SettingsError: the settings ask for no sender, or workers could not reach it.
     """
     from streamrl.weights.groups import open_group  # which needs torch
-    from streamrl.weights.sending.sender import WeightSender
+    from streamrl.weights.sending.sender import TIMEOUT_S, WeightSender
 
     sender = _sender_of(settings)
     if sender.backend == "none":
         raise SettingsError('expected sender.backend to name a transport, got "none"; set it for all processes')
     if not sender.port:
         raise SettingsError("expected a fixed sender.port that workers can use, got 0; set it with --sender.port")
-    opened = partial(open_group, sender.backend, sender.host, timeout_s=sender.timeout_s)
+    opened = partial(open_group, sender.backend, sender.host, timeout_s=TIMEOUT_S)
     return WeightSender(settings.run.weights_store, sender, opened)
 
 
@@ -95,7 +95,7 @@ FEATURE = Feature(
         check=_check_settings,
         exclusions=(
             ExclusionRule(
-                ("sender.host", "sender.port", "sender.timeout_s"),
+                ("sender.host", "sender.port"),
                 ("sender.backend",),
                 _is_wanted,
                 lambda _: 'sender.backend = "none"',

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+TIMEOUT_S = 60.0
+"""Longest wait in seconds for a turn, an engine's processes, or one tensor."""
 STUCK_AFTER = 3.0
 """Multiple of the timeout: connecting, and each tensor, may take the timeout by itself."""
 MOST_SESSIONS = 1024
@@ -60,6 +62,7 @@ class WeightSender:
     store: Path
     settings: SenderSettings
     open_group: Callable[[int], "SendingGroup"]
+    timeout_s: float = TIMEOUT_S
     _sessions: "dict[str, SendingGroup]" = field(default_factory=dict)
     _loaded: tuple[PolicyVersion, LoadedVersion] | None = None
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -95,7 +98,7 @@ class WeightSender:
             await end_tasks(self._sending)
         if self._stuck.is_set():
             raise WeightsError(
-                f"expected to send weights within sender.timeout_s ({self.settings.timeout_s:g} s), but sending hangs; "
+                f"expected to send weights within {self.timeout_s:g} s, but sending hangs; "
                 "this process restarts, and workers fetch files until then"
             )
         for group in self._sessions.values():
@@ -117,7 +120,7 @@ class WeightSender:
         except ValidationError as error:
             raise web.HTTPBadRequest(text=f"expected a request for a turn, got: {error.errors()[0]['msg']}\n") from None
         try:
-            async with asyncio.timeout(self.settings.timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 await self._turn.acquire()
         except TimeoutError:
             raise web.HTTPServiceUnavailable(text="the sender is busy with other engines; fetch files\n") from None
@@ -161,7 +164,7 @@ class WeightSender:
         sending = _in_thread(functools.partial(group.send, loaded.tensors))
         try:
             # The group's own timeout ends every wait that can be interrupted; beyond it, the collective is stuck.
-            if not (await asyncio.wait({sending}, timeout=STUCK_AFTER * self.settings.timeout_s))[0]:
+            if not (await asyncio.wait({sending}, timeout=STUCK_AFTER * self.timeout_s))[0]:
                 self._stuck.set()
                 return
             sending.result()

@@ -21,9 +21,6 @@ class SenderSettings(Section):
         "127.0.0.1"
     )
     port: Annotated[int, Field(ge=0, le=65535, description="0: `streamrl run` picks a free one.")] = 0
-    timeout_s: Annotated[
-        float, Field(gt=0, description="Longest wait in seconds for a turn, an engine's processes, or one tensor.")
-    ] = 60.0
 
     @property
     def transfer(self) -> str:

@@ -16,6 +16,7 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import MANIFEST, WeightManifest, complete_versions
 from streamrl.weights.relay.chain import RelayMember
 from streamrl.weights.relay.copies import RelayCopies
+from streamrl.weights.relay.limits import RelayTimes
 from streamrl.weights.relay.server import Relay
 from streamrl.weights.relay.tier import RelayTier
 from streamrl.weights.settings import RelaySettings
@@ -25,6 +26,7 @@ from tests.weights.relay_host import Host, Network, network
 
 READERS, BYTES, PACE = 4, 400_000, 8_000_000
 NAME = "model.safetensors"
+QUICK = RelayTimes(heartbeat_interval_s=0.05, upstream_timeout_s=1.0)
 
 
 class Readers:
@@ -76,12 +78,11 @@ async def of_the_store(root: Path, random: Random) -> AsyncIterator[Subject]:
     async with network(root, 0) as made:
         await made.store.kill()
         (port,), host = free_ports(1), random.choice(("127.0.0.1", "127.0.0.8"))
-        settings = RelaySettings(
-            host=host, port=port, heartbeat_interval_s=0.05, timeout_s=1.0, lease_s=0.2, max_bytes_per_s=PACE
-        )
+        settings = RelaySettings(host=host, port=port, max_bytes_per_s=PACE)
         store = WeightStore(root / "store", lease_s=0.2)
         me = RelayMember("h0", f"http://{host}:{port}", "h0", "", has_store=True)
-        relay = Relay(store, settings, loops=RelayTier(made.bus, "r", settings, me, store, None, 1.0))
+        tier = RelayTier(made.bus, "r", me, store, None, 1.0, times=QUICK)
+        relay = Relay(store, settings, loops=tier, times=QUICK)
         readers = Readers(made, me.address)
 
         async def judge() -> list[str]:
@@ -103,12 +104,12 @@ async def of_copies(root: Path, _random: Random) -> AsyncIterator[Subject]:
         (port,) = free_ports(1)
 
         def relay() -> tuple[Relay, RelayTier]:
-            settings = RelaySettings(host="127.0.0.9", port=port, heartbeat_interval_s=0.05, timeout_s=1.0, lease_s=0.0)
+            settings = RelaySettings(host="127.0.0.9", port=port)
             me = RelayMember("c", f"http://127.0.0.9:{port}", "c", "", has_store=False)
             copies = RelayCopies(root / "copies", 2, 0.0)
             store = WeightStore(root / "none")
-            tier = RelayTier(made.bus, "r", settings, me, store, copies, 1.0)
-            return Relay(store, settings, copies=copies, loops=tier), tier
+            tier = RelayTier(made.bus, "r", me, store, copies, 1.0, times=QUICK)
+            return Relay(store, settings, copies=copies, loops=tier, times=QUICK), tier
 
         subject, _tier = relay()
         readers = Readers(made, f"http://127.0.0.9:{port}")

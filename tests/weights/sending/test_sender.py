@@ -58,10 +58,10 @@ async def sending(
     store: WeightExporter, timeout_s: float = TIMEOUT_S, opened: Open | None = None
 ) -> AsyncIterator[str]:
     """A sender; its address."""
-    settings = SenderSettings(backend="gloo", port=free_ports(1)[0], timeout_s=timeout_s)
+    settings = SenderSettings(backend="gloo", port=free_ports(1)[0])
     group = opened or partial(open_group, "gloo", settings.host, timeout_s=timeout_s)
     stop = asyncio.Event()
-    running = asyncio.create_task(WeightSender(store.root, settings, group).run(stop))
+    running = asyncio.create_task(WeightSender(store.root, settings, group, timeout_s).run(stop))
     assert await _listens(settings.port)
     try:
         yield settings.address
@@ -240,7 +240,7 @@ class Endless:
 
 async def test_a_collective_without_end_ends_the_sender(store: WeightExporter) -> None:
     group = Endless(1)
-    with pytest.raises(WeightsError, match=r"sender\.timeout_s"):
+    with pytest.raises(WeightsError, match=r"within 0\.1 s"):
         async with sending(store, 0.1, lambda ranks: group) as address:
             await Engine(A).turn(add(store, FIRST, address))
             assert not await _listens(int(address.rpartition(":")[2]), wanted=False)
