@@ -108,7 +108,7 @@ def pipeline(ranks: int, *, uneven: bool, steps: int) -> tuple[Settings, tuple[f
             "dispatch": {"strategy": "lpt"},
             "generation": {"engine": "emulated", "max_num_seqs": SLOTS},
             "training": {"backend": "emulated", "max_steps": steps},
-            "batching": {"token_budget": BUDGET, "fixed_cost_fraction": 0.02, "attention_cost_fraction": 0.0},
+            "batching": {"token_budget": BUDGET},
             "emulation": {
                 "time_scale": 1.0,
                 "decode": {"step_s": STEP_S, "batch_scale": 1e9},

@@ -53,7 +53,8 @@ class Arm:
     @property
     def settings(self) -> IngestSettings:
         """``[ingest]`` of it."""
-        return IngestSettings.model_validate({**vars(self), "priority": VALUE})
+        sampling = VALUE if self.sampling == "priority" else self.sampling
+        return IngestSettings.model_validate({**vars(self), "sampling": sampling})
 
 
 ARMS = (

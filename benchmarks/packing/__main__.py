@@ -4,6 +4,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from benchmarks.packing.trial import (
     whole,
 )
 from benchmarks.packing.workload import DEMO, WORKLOADS, Workload
+from streamrl.consumers.batching.micro_batches import LOOKAHEAD
 from streamrl.consumers.batching.settings import BatchingSettings
 
 HERE = Path(__file__).parent
-DEFAULT = BatchingSettings().lookahead
+DEFAULT = LOOKAHEAD
 LOOKAHEADS = (1.0, 2.0, DEFAULT, 8.0)
 PRETRAINED_WAYS, PRETRAINED_SAMPLES, PRETRAINED_BUDGET = ("streamed", "whole batch", "packed"), 64, 2048
 """Of a model a hundred times larger: fewer samples, so that a turn takes minutes."""
@@ -51,13 +53,13 @@ def _rows(workload: Workload, orders: int) -> Iterator[dict[str, Any]]:
     ways: list[tuple[str, Way | None, float | None]] = [
         ("packed, no padding", None, None),
         ("at random", at_random, None),
-        *(("streamed", streamed, lookahead) for lookahead in LOOKAHEADS),
+        *(("streamed", partial(streamed, lookahead=lookahead), lookahead) for lookahead in LOOKAHEADS),
         ("streamed, idle trainer", streamed_to_an_idle_trainer, DEFAULT),
         ("whole batch", whole, None),
     ]
     for budget in workload.token_budgets:
         for name, way, lookahead in ways:
-            settings = BatchingSettings(token_budget=budget, lookahead=lookahead or DEFAULT)
+            settings = BatchingSettings(token_budget=budget)
             tried: list[Waste] = [
                 try_out_packed(each, settings) if way is None else try_out(way, each, settings) for each in arrivals
             ]
@@ -79,11 +81,11 @@ def _computed(repetitions: int) -> Iterator[dict[str, Any]]:
 
     torch.set_num_threads(1)
     (budget,) = DEMO.token_budgets
-    settings = BatchingSettings(token_budget=budget, lookahead=DEFAULT)
+    settings = BatchingSettings(token_budget=budget)
     for row in computed(build(positions=1024), DEMO.arrivals(0), settings, repetitions):
         print(row, flush=True)
         yield {"model": "1 million parameters, float32", "token_budget": budget} | row
-    settings = BatchingSettings(token_budget=PRETRAINED_BUDGET, lookahead=DEFAULT)
+    settings = BatchingSettings(token_budget=PRETRAINED_BUDGET)
     arrivals = DEMO.arrivals(0)[:PRETRAINED_SAMPLES]
     for row in computed(_pretrained(), arrivals, settings, min(repetitions, 2), PRETRAINED_WAYS, in_bfloat16=True):
         print(row, flush=True)

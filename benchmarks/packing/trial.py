@@ -9,6 +9,7 @@ import numpy as np
 
 from benchmarks.packing.rounds import Round, deal, split_to_multiple, waiting_share
 from streamrl.consumers.batching.micro_batches import (
+    LOOKAHEAD,
     CostModel,
     MicroBatch,
     MicroBatcher,
@@ -37,9 +38,11 @@ def at_random(arrivals: Sequence[TrainingSample], settings: BatchingSettings) ->
     return [*found, collate(pending)]
 
 
-def streamed(arrivals: Sequence[TrainingSample], settings: BatchingSettings) -> list[MicroBatch]:
+def streamed(
+    arrivals: Sequence[TrainingSample], settings: BatchingSettings, lookahead: float = LOOKAHEAD
+) -> list[MicroBatch]:
     """As the trainer cuts them when there are always more samples than it can compute."""
-    batcher = MicroBatcher(settings)
+    batcher = MicroBatcher(settings, lookahead=lookahead)
     found = [batch for item in arrivals for batch in batcher.hold([item])]
     return found + batcher.flush()
 
@@ -103,7 +106,7 @@ def try_out(way: Way, arrivals: Sequence[TrainingSample], settings: BatchingSett
     began = time.process_time()
     batches = way(arrivals, settings)
     taken_s = time.process_time() - began
-    model = CostModel.of(settings)
+    model = CostModel.of(settings.token_budget)
     padding = PaddingMetrics()
     for batch in batches:
         padding.observe(batch, shards=LoopSettings.shards)
@@ -126,7 +129,7 @@ def try_out_packed(arrivals: Sequence[TrainingSample], settings: BatchingSetting
     began = time.process_time()
     packs = streamed_packs(arrivals, settings)
     taken_s = time.process_time() - began
-    model = CostModel.of(settings)
+    model = CostModel.of(settings.token_budget)
     useful = [float(model.of_sequences(pack.lengths).sum()) for pack in packs]
     costs = [model.fixed + own for own in useful]
     found: dict[str, float] = {}
@@ -162,7 +165,7 @@ def _as_they_come(count: int, ranks: int) -> list[Round]:
 
 def _evened_costs(batches: Sequence[MicroBatch], settings: BatchingSettings, ranks: int) -> list[float]:
     """Of the whole batch, cut into as many micro-batches as make whole rounds."""
-    model = CostModel.of(settings)
+    model = CostModel.of(settings.token_budget)
     lengths = np.sort(np.concatenate([batch.lengths for batch in batches]))[::-1]
     runs = split_to_multiple(cheapest_runs(lengths, settings.token_budget, model), ranks)
     return [_cost(model, run.end - run.start, int(lengths[run.start])) for run in runs]

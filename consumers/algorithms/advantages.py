@@ -18,10 +18,10 @@ from streamrl.schemas.reports import SkipReason
 from streamrl.schemas.trajectories import FinishReason
 
 
-def overlong_penalty(lengths: NDArray[np.int64], *, l_max: int, l_cache: int, factor: float) -> Rewards:
-    """Penalty (<= 0) by completion length in tokens: none up to l_max - l_cache, then linear, -factor from l_max on."""
+def overlong_penalty(lengths: NDArray[np.int64], *, l_max: int, l_cache: int) -> Rewards:
+    """Penalty (<= 0) by completion length in tokens: none up to l_max - l_cache, then linear, -1 from l_max on."""
     over: Rewards = (lengths - (l_max - l_cache)) / l_cache  # 0 at l_max - l_cache, 1 at l_max
-    penalty: Rewards = -factor * np.clip(over, 0.0, 1.0)
+    penalty: Rewards = -np.clip(over, 0.0, 1.0)
     return penalty
 
 
@@ -52,9 +52,7 @@ def credit_group(group: Group, settings: AlgorithmSettings, limits: ModelLimits)
     rewards = np.array([sample.reward for sample in group.samples], dtype=np.float64)
     if settings.overlong_l_max is not None:
         lengths = np.array([sample.trajectory.sampled_tokens for sample in group.samples], dtype=np.int64)
-        rewards = rewards + overlong_penalty(
-            lengths, l_max=settings.overlong_l_max, l_cache=settings.overlong_l_cache, factor=settings.overlong_factor
-        )
+        rewards = rewards + overlong_penalty(lengths, l_max=settings.overlong_l_max, l_cache=settings.overlong_l_cache)
     algorithm = algorithm_of(settings)
     excluded = [_exclusion(sample, settings, limits) for sample in group.samples]
     usable = np.array([detail is None for detail in excluded], dtype=np.bool_)

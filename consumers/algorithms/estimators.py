@@ -54,12 +54,11 @@ def best_against_worst(rewards: Rewards, usable: Usable) -> Rewards:
     return found
 
 
-def selected_samples(rewards: Rewards, usable: Usable, *, threshold: float | None, keep_best: int) -> Rewards:
-    """1 for samples to imitate, NaN for all others: those at or above the threshold, or the best usable ones."""
+def selected_samples(rewards: Rewards, usable: Usable, threshold: float | None) -> Rewards:
+    """1 for samples to imitate, NaN for all others: those at or above the threshold, or the best usable one."""
     found = np.full_like(rewards, np.nan)
     if threshold is not None:
         found[rewards >= threshold] = 1.0
         return found
-    best = np.argsort(-np.where(usable, rewards, -np.inf), kind="stable")  # stable: among equal ones the first
-    found[best[:keep_best]] = 1.0
+    found[np.argmax(np.where(usable, rewards, -np.inf))] = 1.0  # among equal ones the first
     return found

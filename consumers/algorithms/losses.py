@@ -379,12 +379,10 @@ def _divergence(settings: AlgorithmSettings, tokens: TokenBatch) -> Tensor:
     return weights * _own_ratio(tokens.log_ratio) * estimate
 
 
-def sequence_scores(tokens: TokenBatch, *, average: bool) -> Tensor:
-    """Log pi / ref of each completion, [B]: summed over its trained tokens, or averaged."""
+def sequence_scores(tokens: TokenBatch) -> Tensor:
+    """Log pi / ref of each completion, summed over its trained tokens, [B]."""
     assert tokens.reference_logprobs is not None
-    gaps = torch.where(tokens.trained, tokens.logprobs - tokens.reference_logprobs, 0.0)
-    total = gaps.sum(dim=1)
-    return total / tokens.trained.sum(dim=1).clamp(min=1) if average else total
+    return torch.where(tokens.trained, tokens.logprobs - tokens.reference_logprobs, 0.0).sum(dim=1)
 
 
 def preference_losses(scores: Tensor, slopes: Tensor, halves: Tensor, tokens: TokenBatch) -> LossSums:

@@ -23,12 +23,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "epsilon_high": 0.2,
         "importance_sampling_cap": None,
         "scale_rewards": "none",
-        "log_ratio_penalty": 1e-3,
     },
     "rloo": {},
-    "reinforce_plus_plus": {"scale_rewards": "none", "whiten_advantages": True, "epsilon_high": 0.2},
-    "reinforce_plus_plus_baseline": {"scale_rewards": "none", "whiten_advantages": True, "epsilon_high": 0.2},
-    "ppo": {"scale_rewards": "none", "whiten_advantages": True, "epsilon_high": 0.2},
+    "reinforce_plus_plus": {"scale_rewards": "none", "epsilon_high": 0.2},
+    "reinforce_plus_plus_baseline": {"scale_rewards": "none", "epsilon_high": 0.2},
+    "ppo": {"scale_rewards": "none", "epsilon_high": 0.2},
     "dpo": {"scale_rewards": "none", "importance_sampling_mode": "none"},
     "ipo": {"scale_rewards": "none", "importance_sampling_mode": "none"},
     "rft": {"policy_loss": "reinforce", "scale_rewards": "none", "importance_sampling_mode": "none"},
@@ -57,8 +56,12 @@ WITHOUT_A_GROUP = frozenset({"ppo", "reinforce_plus_plus", "rft", "distillation"
 """Algorithms that also learn from a group of one."""
 CENTRED = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "cispo", "dppo", "rloo"})
 """Algorithms whose advantages are rewards minus a baseline of the group."""
+WHITENED = frozenset({"ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"})
+"""Algorithms that scale the advantages of all trained tokens of the batch to mean 0 and deviation 1."""
 BY_RETURNS = frozenset({"ppo", "reinforce_plus_plus"})
 """Algorithms that place rewards at tokens and sum them to returns."""
+LOG_RATIO_PENALTY = 1e-3
+"""With ``policy_loss`` dppo: weight of log(policy / behaviour policy) squared in each token's loss, as in its paper."""
 
 
 def is_import_path(name: str) -> bool:
@@ -96,31 +99,20 @@ class CriticSettings(Section):
         float | None,
         Field(gt=0, description="A value that moved further than this in a step stops learning; none: no limit."),
     ] = 0.2
-    max_grad_norm: Annotated[float, Field(gt=0, description="Critic's gradients are scaled down to this norm.")] = 1.0
 
 
 class PreferenceSettings(Section):
     """``[algorithm.preference]``: settings of ``dpo`` and ``ipo``."""
 
     beta: Annotated[float, Field(gt=0, description="How strongly the policy is held to the reference.")] = 0.1
-    label_smoothing: Annotated[
-        float, Field(ge=0, lt=0.5, description="With dpo: probability that a pair is the wrong way round.")
-    ] = 0.0
-    length_average: Annotated[
-        bool,
-        Field(
-            description="Average log-probs over a completion's tokens, as TRL's IPO does; off: sum, as in the papers."
-        ),
-    ] = False
 
 
 class SelectionSettings(Section):
     """``[algorithm.selection]``: which samples ``rft`` trains."""
 
     threshold: Annotated[
-        float | None, Field(description="Train samples with at least this reward; none: the best of each group.")
+        float | None, Field(description="Train samples with at least this reward; none: the best one of each group.")
     ] = None
-    keep_best: Annotated[int, Field(ge=1, description="Best samples of a group to train, if no threshold is set.")] = 1
 
 
 class TeacherSettings(Section):
@@ -129,7 +121,6 @@ class TeacherSettings(Section):
     path: Annotated[
         str, Field(description="The teacher: a local HF directory or a hub id, with the policy's vocabulary.")
     ] = ""
-    kl_coef: Annotated[float, Field(gt=0, description="Weight of the reverse KL to the teacher for each token.")] = 1.0
 
 
 class AlgorithmSettings(Section):
@@ -198,9 +189,6 @@ class AlgorithmSettings(Section):
     importance_sampling_floor: Annotated[
         float, Field(ge=0, le=1, description="Lower limit of importance weights; with token_mask this is IcePop.")
     ] = 0.0
-    log_ratio_penalty: Annotated[
-        float, Field(ge=0, description="Weight of log(policy / behaviour policy) squared, added to each token's loss.")
-    ] = 0.0
     beta: Annotated[
         float, Field(ge=0, description="Weight of the KL to the initial model; with 0 no reference is loaded for it.")
     ] = 0.0
@@ -229,10 +217,6 @@ class AlgorithmSettings(Section):
             "the batch, or by none."
         ),
     ] = "group"
-    whiten_advantages: Annotated[
-        bool,
-        Field(description="Scale advantages of all trained tokens of the batch to mean 0 and deviation 1."),
-    ] = False
     dynamic_sampling: Annotated[
         bool, Field(description="Skip groups whose rewards are all equal, and wait for another group instead.")
     ] = False
@@ -242,12 +226,11 @@ class AlgorithmSettings(Section):
     ] = False
     overlong_l_max: Annotated[
         int | None,
-        Field(ge=1, description="Length in tokens at which the overlong penalty is largest; none: no penalty."),
+        Field(ge=1, description="Length in tokens from which the overlong penalty is 1; none: no penalty."),
     ] = None
     overlong_l_cache: Annotated[
         int, Field(ge=1, description="Tokens before overlong_l_max over which the penalty grows from 0.")
     ] = 64
-    overlong_factor: Annotated[float, Field(ge=0, description="Largest overlong penalty, in units of reward.")] = 1.0
     options: Annotated[
         dict[str, JsonValue], Field(description="Settings of your own algorithm, which its class checks.")
     ] = {}
@@ -283,15 +266,15 @@ class AlgorithmSettings(Section):
         own = is_import_path(self.name)
         if self.scale_rewards == "batch" and (self.beta > 0 or self.log_ratio_penalty > 0):
             yield (
-                'algorithm.scale_rewards="batch" needs algorithm.beta=0 and algorithm.log_ratio_penalty=0: the '
-                "batch's deviation is known only after the gradient, and would scale these terms too; "
-                f"got beta={self.beta}, log_ratio_penalty={self.log_ratio_penalty}"
+                'algorithm.scale_rewards="batch" needs algorithm.beta=0 and another policy_loss than dppo: the '
+                "batch's deviation is known only after the gradient, and would scale their penalties too; "
+                f'got beta={self.beta}, policy_loss="{self.policy_loss}"'
             )
-        is_centred = (own or self.name in CENTRED) and not self.whiten_advantages
+        is_centred = own or self.name in CENTRED
         if self.scale_rewards == "batch" and not is_centred:
             yield (
                 'algorithm.scale_rewards="batch" divides centred rewards, and expects one of '
-                f"{', '.join(sorted(CENTRED))} without whiten_advantages, got {self.name}"
+                f"{', '.join(sorted(CENTRED))}, got {self.name}"
             )
         if self.overlong_l_max is not None and self.overlong_l_cache >= self.overlong_l_max:
             yield (
@@ -331,6 +314,16 @@ class AlgorithmSettings(Section):
     def clip_range(self) -> tuple[float, float]:
         """Floor and ceiling of the clipped ratio."""
         return 1 - self.epsilon, 1 + self.upper_epsilon
+
+    @property
+    def log_ratio_penalty(self) -> float:
+        """Weight of log(policy / behaviour policy) squared, added to each token's loss."""
+        return LOG_RATIO_PENALTY if self.policy_loss == "dppo" else 0.0
+
+    @property
+    def whitens_advantages(self) -> bool:
+        """Whether advantages of all trained tokens of the batch are scaled to mean 0 and deviation 1."""
+        return self.name in WHITENED
 
     @property
     def upper_epsilon(self) -> float:

@@ -86,13 +86,13 @@ class Algorithm:
         """Whether all tokens have their sequence's advantage, so that a sequence with advantage 0 has no gradient."""
         kind = type(self)
         is_plain = kind.token_advantages is Algorithm.token_advantages and kind.surrogate is Algorithm.surrogate
-        return is_plain and not self.settings.whiten_advantages
+        return is_plain and not self.settings.whitens_advantages
 
     @property
     def is_separable(self) -> bool:
         """Whether a step's gradient is a sum over sequences: one update, and each sequence's credit is independent."""
         settings = self.settings
-        is_independent = not (self.has_critic or self.is_pairwise or settings.whiten_advantages)
+        is_independent = not (self.has_critic or self.is_pairwise or settings.whitens_advantages)
         return is_independent and settings.updates_per_step == 1
 
 
@@ -170,8 +170,7 @@ class RejectionSampling(Algorithm):
 
     def advantages(self, rewards: Rewards, usable: Usable) -> Rewards:
         """1 for the selected samples, NaN for all others."""
-        selection = self.settings.selection
-        return selected_samples(rewards, usable, threshold=selection.threshold, keep_best=selection.keep_best)
+        return selected_samples(rewards, usable, self.settings.selection.threshold)
 
 
 class TeacherCredit(Algorithm):
@@ -188,10 +187,10 @@ class TeacherCredit(Algorithm):
         return np.ones_like(rewards)
 
     def token_advantages(self, tensors: StepTensors) -> tuple[Tensor, Tensor | None]:
-        """-kl_coef (log pi0 - log teacher)."""
+        """-(log pi0 - log teacher)."""
         from streamrl.consumers.algorithms.token_credit import reverse_kl_to_teacher
 
-        return -self.settings.teacher.kl_coef * reverse_kl_to_teacher(tensors), None
+        return -reverse_kl_to_teacher(tensors), None
 
 
 ALGORITHMS: dict[str, type[Algorithm]] = dict.fromkeys(PRESETS, Algorithm) | {

@@ -135,19 +135,17 @@ class PairTerms:
 def pair_terms(settings: AlgorithmSettings, margin: float) -> PairTerms:
     """The loss of a pair with this margin, and its slope.
 
-    DPO (arXiv 2305.18290), with the smoothing of cDPO: -(1 - e) log sigmoid(b h) - e log sigmoid(-b h).
+    DPO (arXiv 2305.18290): -log sigmoid(b h).
     IPO (arXiv 2310.12036): (h - 1 / (2 b))^2.
     """
-    beta, smoothing = settings.preference.beta, settings.preference.label_smoothing
+    beta = settings.preference.beta
     if settings.name == "ipo":
         gap = margin - 1 / (2 * beta)
         return PairTerms(margin, gap * gap, 2 * gap)
     logit = torch.tensor(beta * margin, dtype=torch.float64)
     right, wrong = torch.nn.functional.logsigmoid(logit), torch.nn.functional.logsigmoid(-logit)
-    loss = -(1 - smoothing) * right - smoothing * wrong
     # d/dh -log sigmoid(b h) = -b sigmoid(-b h)
-    slope = -beta * ((1 - smoothing) * torch.exp(wrong) - smoothing * torch.exp(right))
-    return PairTerms(margin, float(loss), float(slope))
+    return PairTerms(margin, float(-right), float(-beta * torch.exp(wrong)))
 
 
 def terms_by_group(

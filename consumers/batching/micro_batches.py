@@ -28,6 +28,13 @@ from streamrl.schemas.trajectories import Trajectory
 Lengths = NDArray[np.int64]
 Costs = NDArray[np.float64]
 
+LOOKAHEAD = 4.0
+"""Budgets of samples that are held before a micro-batch is cut: more of them hardly lower the padding any further."""
+FIXED_COST_FRACTION = 0.03
+"""Fixed cost of a micro-batch, in budgets. Lower, and more small micro-batches with less padding are cut."""
+ATTENTION_COST_FRACTION = 0.2
+"""Share of attention in the cost of a sequence as long as the token budget; it grows with the square of the length."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -194,6 +201,8 @@ class MicroBatcher:
     whole_batches: bool = False
     ranks: int = 1
     packing: Packing = "padded"
+    lookahead: float = LOOKAHEAD
+    fixed_cost_fraction: float = FIXED_COST_FRACTION
     _held: list[_HeldSample] = field(default_factory=list)
     _tokens: int = 0
 
@@ -207,7 +216,7 @@ class MicroBatcher:
             self._tokens += length
         # Cuts down to the lookahead: a choice among several budgets of samples keeps padding low.
         due: list[MicroBatch] = []
-        while not self.whole_batches and self._tokens > self._budgets * self.settings.lookahead:
+        while not self.whole_batches and self._tokens > self._budgets * self.lookahead:
             due.append(self._cut_best())
         return due
 
@@ -220,7 +229,7 @@ class MicroBatcher:
     def flush(self) -> list[MicroBatch]:
         """All samples still held, as the cheapest micro-batches within the budget, longest samples first."""
         if self.packing == "padded":
-            runs = cheapest_runs(self._lengths(), self.settings.token_budget, CostModel.of(self.settings), self.ranks)
+            runs = cheapest_runs(self._lengths(), self.settings.token_budget, self._costs, self.ranks)
         else:
             runs = fewest_runs(self._lengths(), self.settings.token_budget, self.ranks)
         rest = [self._collate(run) for run in runs]
@@ -239,11 +248,15 @@ class MicroBatcher:
 
     def _cut_best(self) -> MicroBatch:
         choose = best_run if self.packing == "padded" else fullest_run
-        run = choose(self._lengths(), self.settings.token_budget, CostModel.of(self.settings), self.ranks)
+        run = choose(self._lengths(), self.settings.token_budget, self._costs, self.ranks)
         batch = self._collate(run)
         del self._held[run.start : run.end]
         self._tokens -= batch.num_tokens
         return batch
+
+    @property
+    def _costs(self) -> "CostModel":
+        return CostModel.of(self.settings.token_budget, self.fixed_cost_fraction)
 
     @property
     def _budgets(self) -> int:
@@ -271,11 +284,11 @@ class CostModel:
     fixed: float
 
     @classmethod
-    def of(cls, settings: BatchingSettings) -> "CostModel":
-        """The cost model of the settings, in units in which a sequence as long as the token budget costs the budget."""
-        budget, share = settings.token_budget, settings.attention_cost_fraction
+    def of(cls, token_budget: int, fixed_cost_fraction: float = FIXED_COST_FRACTION) -> "CostModel":
+        """The cost model for a token budget, in units in which a sequence of that length costs ``token_budget``."""
+        share = ATTENTION_COST_FRACTION
         # At L = budget: (1 - share) budget + (share / budget) budget^2 = budget, and attention is ``share`` of it.
-        return cls(1 - share, share / budget, settings.fixed_cost_fraction * budget)
+        return cls(1 - share, share / token_budget, fixed_cost_fraction * token_budget)
 
     def of_sequences(self, lengths: Lengths) -> Costs:
         """The cost of each sequence without padding, float64 [N]."""

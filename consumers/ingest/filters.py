@@ -7,7 +7,6 @@ checks follow it: staleness, reward, and the circuit breaker that stops a traine
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import structlog
 
@@ -15,6 +14,7 @@ from streamrl.bus.port import Record
 from streamrl.consumers.batching.micro_batches import Group, Sample
 from streamrl.consumers.ingest.groups import ClosedGroup, GroupAssembler, Rejection
 from streamrl.consumers.ingest.ledger import Ledger
+from streamrl.consumers.ingest.limits import LIMITS, IntakeLimits
 from streamrl.consumers.ingest.metrics import IngestMetrics
 from streamrl.consumers.ingest.settings import IngestSettings
 from streamrl.consumers.ingest.versions import CountedVersions
@@ -35,6 +35,7 @@ class IntakeRules:
     settings: IngestSettings
     reward_weights: Mapping[str, float]
     orphans_through: int = 0
+    limits: IntakeLimits = LIMITS
 
 
 class TrajectoryFilter:
@@ -45,26 +46,29 @@ class TrajectoryFilter:
     """
 
     def __init__(self, rules: IntakeRules, versions: CountedVersions, ledger: Ledger, metrics: IngestMetrics) -> None:
-        settings = rules.settings
-        self._versions, self._skips_others = versions, settings.other_behaviour == "skip"
-        # The present version, before the lineage's first step, is its origin, so it is read only here.
-        self.rule = StalenessRule(
-            versions.max_age, settings.orphan_lineage, versions.current, rules.orphans_through, versions.unit
-        )
+        limits = rules.limits
+        self._versions = versions
+        self.rule = StalenessRule(versions.max_age, rules.orphans_through, versions.unit)
         self._max_wait_steps = 2 * (rules.loop.staleness_bound + 1)
         self.assembler = GroupAssembler()
         self._weights = rules.reward_weights
         self._ledger = ledger
         self._metrics = metrics
-        limit = settings.max_consecutive_poison
-        self._undecodable = CircuitBreaker("undecodable records", limit, settings.max_undecodable_share)
-        self._unrewarded = CircuitBreaker("trajectories without reward", limit, settings.max_unrewarded_share)
+        in_a_row = limits.max_consecutive_faults
+        self._undecodable = CircuitBreaker(
+            "undecodable records", in_a_row, limits.max_undecodable_share, "correct the process that writes them"
+        )
+        self._unrewarded = CircuitBreaker(
+            "trajectories without reward",
+            in_a_row,
+            rules.settings.max_unrewarded_share,
+            "correct the reward function, or raise ingest.max_unrewarded_share",
+        )
         self._refused = CircuitBreaker(
             "refused prompts",
-            limit,
-            settings.max_refused_share,
-            "correct the prompts or the model (streamrl run --dry-run says how many and why), "
-            "or raise ingest.max_refused_share and ingest.max_consecutive_poison",
+            in_a_row,
+            limits.max_refused_share,
+            "correct the prompts or the model (streamrl run --dry-run says how many and why)",
         )
 
     def process(self, record: Record) -> ClosedGroup | None:
@@ -124,10 +128,6 @@ class TrajectoryFilter:
         # Age before rewards: failed rewards of samples that are too old do not count for the breaker.
         if (violation := self.rule.violation(trajectory, self._versions.current)) is not None:
             return Rejection(ref, *violation)
-        if self._skips_others and self._versions.is_of_others(trajectory):
-            whose = f"arm {trajectory.policy}" if trajectory.policy else "the served policy"
-            detail = f"sampled by {trajectory.newest_version} of {whose}; ingest.other_behaviour is skip"
-            return Rejection(ref, SkipReason.FILTERED, detail)
         if trajectory.refusal:
             reason = next(iter(trajectory.reward_errors.values()), "no worker can sample it")
             return Rejection(ref, SkipReason.REFUSED, f"{trajectory.refusal}: prompt {trajectory.prompt_id}: {reason}")
@@ -176,17 +176,13 @@ class TrajectoryFilter:
 
 @dataclass(frozen=True)
 class StalenessRule:
-    """Which samples are too old. ``max_staleness``: in ``unit``; ``orphan_lineage``: what to do with orphaned samples.
+    """Which samples are too old. ``max_staleness``: in ``unit``, the unit of ages.
 
-    ``origin``: the version with which this trainer started. Older lineages passed its number only after the checkpoint
-    that it restored. So their weights with a higher number are not ancestors of the model: they are orphaned.
     ``orphans_through``: all weights of lineages up to this one are orphaned, because the run restarted without them.
-    ``unit``: the unit of ages, for messages.
+    Weights that were lost when a trainer crashed are like any others: importance weights correct their samples.
     """
 
     max_staleness: int
-    orphan_lineage: Literal["train", "skip"]
-    origin: PolicyVersion
     orphans_through: int = 0
     unit: str = "steps of staleness"
 
@@ -200,8 +196,6 @@ class StalenessRule:
         age = staleness(trajectory, current)
         if age > self.max_staleness:
             return SkipReason.STALE, f"expected at most {self.max_staleness} {self.unit}, got {age}"
-        if self.orphan_lineage == "skip" and self.is_orphan(trajectory):
-            return SkipReason.ORPHAN_LINEAGE, f"sampled by {trajectory.newest_version}, trainer is at {current}"
         return None
 
     def is_before_restart(self, trajectory: Trajectory) -> bool:
@@ -212,12 +206,6 @@ class StalenessRule:
         admitted = [trajectory.admitted_version.lineage]
         lineages = admitted if trajectory.policy else [span.version.lineage for span in spans] or admitted
         return min(lineages) <= self.orphans_through
-
-    def is_orphan(self, trajectory: Trajectory) -> bool:
-        """Whether weights that were lost in a crash sampled some of its tokens."""
-        lineage, number = self.origin
-        spans = () if trajectory.policy else trajectory.version_spans
-        return any(span.version.lineage < lineage and span.version.number > number for span in spans)
 
 
 def staleness(trajectory: Trajectory, current: PolicyVersion) -> int:
@@ -257,9 +245,11 @@ def sample_of(trajectory: Trajectory, ref: RecordRef, reward: float, weights: Ma
     return Sample(trajectory, ref, reward, tuple(by_turn))
 
 
-BREAKER_WINDOW = 1000  # the number in the descriptions of the shares in ``[ingest]``
+BREAKER_WINDOW = 1000  # the number in the description of ``ingest.max_unrewarded_share`` and in ``limits.py``
 BREAKER_MIN_SEEN = 100
 """Fewest records for judging a share: among ten records, a single bad one would already be a tenth."""
+BREAKER_MIN_BAD = 10
+"""Most bad records that no share is judged by: a few damaged records are no trend, even early in a run."""
 
 
 @dataclass
@@ -272,7 +262,7 @@ class CircuitBreaker:
     fault: str
     max_consecutive: int
     max_share: float
-    advice: str = "correct their source, or raise the limits in [ingest]"
+    advice: str
     consecutive: int = 0
     bad: int = 0
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=BREAKER_WINDOW))
@@ -293,7 +283,8 @@ class CircuitBreaker:
         seen = len(self.recent)
         # Consecutive faults are counted too, since a share is judged only from BREAKER_MIN_SEEN records on: if all
         # records are bad, there is no need to wait for so many.
-        if self.consecutive > self.max_consecutive or (seen >= BREAKER_MIN_SEEN and self.bad / seen > self.max_share):
+        is_judged = seen >= BREAKER_MIN_SEEN and self.bad > BREAKER_MIN_BAD
+        if self.consecutive > self.max_consecutive or (is_judged and self.bad / seen > self.max_share):
             raise BadInput(
                 f"expected few {self.fault}, got {self.consecutive} in a row and {self.bad} among the last {seen}, "
                 f"the latest: {detail}; {self.advice}"

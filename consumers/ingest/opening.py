@@ -46,7 +46,6 @@ class TopicOpening:
     bus: Bus
     topic: str
     client_id: str
-    group_id: str
     accept_loss: bool
 
     async def open(self, ledger: Ledger) -> Subscription:
@@ -60,9 +59,7 @@ class TopicOpening:
             # Positions equal the low marks at the start; after a loss during reading they are beyond them.
             start = {TopicPartition(self.topic, n): offset for n, offset in ledger.frontier.positions().items()}
             try:
-                return await self.bus.subscribe(
-                    [self.topic], client_id=self.client_id, start=start, group_id=self.group_id
-                )
+                return await self.bus.subscribe([self.topic], client_id=self.client_id, start=start)
             except DataLossRefused as error:
                 lost = await self._lost_ranges(start)
                 # If the broker's own offsets show no loss, the refusal has another cause, which must be raised.

@@ -28,7 +28,7 @@ from streamrl.consumers.ingest.opening import TopicOpening, Translation, transla
 from streamrl.consumers.ingest.rejections import RejectionWriter, SkipTally
 from streamrl.consumers.ingest.sampling import open_window
 from streamrl.consumers.ingest.versions import CountedVersions
-from streamrl.schemas.errors import BusError, DataLossRefused, LifecycleError, StreamRLError
+from streamrl.schemas.errors import DataLossRefused, LifecycleError, StreamRLError
 from streamrl.schemas.reports import SkipReason
 from streamrl.schemas.topics import TRAJECTORIES
 
@@ -98,10 +98,8 @@ class TrajectoryReader:
         # Expired records are no loss if earlier lineages are skipped anyway, or if this reader joined the stream later.
         self._ignores_expired = (bool(rules.orphans_through) or versions.joined_late) and is_fresh
         self._bus, self._topic = stream.bus, TRAJECTORIES.full_name(stream.run_name)
-        self._versions, self._settings = versions, settings
-        self._opening = TopicOpening(
-            stream.bus, self._topic, f"{algorithm}-reader", f"{scope}.{algorithm}", settings.accept_loss
-        )
+        self._versions, self._settings, self._limits = versions, settings, rules.limits
+        self._opening = TopicOpening(stream.bus, self._topic, f"{algorithm}-reader", settings.accept_loss)
         self._rejections = RejectionWriter(scope, algorithm, clock, start.tally.copy())
         self.ledger = Ledger(
             start.frontier.covering(rules.loop.trajectory_partitions),
@@ -165,7 +163,7 @@ class TrajectoryReader:
     async def _read_once(self) -> None:
         assert self._subscription is not None, "open before the first read"
         self._apply_back_pressure(self._subscription)
-        limit = self._settings.max_poll_records
+        limit = self._limits.max_poll_records
         try:
             records = await self._subscription.poll(max_records=limit, timeout_s=POLL_S)
         except DataLossRefused:
@@ -184,7 +182,7 @@ class TrajectoryReader:
         await self._check_caught_up(self._subscription)
 
     def _apply_back_pressure(self, subscription: Subscription) -> None:
-        wanted = self._settings.should_pause(self._paused, self.ledger.pending_bytes, has_ready=bool(self._ready))
+        wanted = self._limits.should_pause(self._paused, self.ledger.pending_bytes, has_ready=bool(self._ready))
         withheld = self._versions.is_paused
         if self._withheld and not withheld:
             self._arrived.set()  # groups that were ready during the pause may be taken again
@@ -345,14 +343,6 @@ class TrajectoryReader:
         """The live frontier's low marks, for lag displays only: a restart uses its checkpoint."""
         lows = self.ledger.frontier.lows()
         return {TopicPartition(self._topic, number): low for number, low in lows.items() if low}
-
-    async def commit(self) -> None:
-        """Commit ``offsets``; for trainers that announce without transactions."""
-        assert self._subscription is not None, "offsets are committed once the reader runs"
-        try:
-            await self._subscription.commit(self.offsets())
-        except BusError as error:
-            log.warning("offsets not committed; only lag displays are affected", error=str(error))
 
 
 def _all_read(positions: Mapping[TopicPartition, int], ends: Mapping[TopicPartition, int]) -> bool:

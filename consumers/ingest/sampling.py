@@ -125,7 +125,7 @@ def open_window(
     """
     if not (may_choose and settings.chooses(loop)):
         return ReadyGroups(step)
-    prefer = freshest if settings.sampling == "freshest" else by_priority(settings.priority)
+    prefer = freshest if settings.sampling == "freshest" else by_priority(settings.sampling)
     window = Window[Group](loop.groups_per_step, settings.passed_over == "train")
     return SampledGroups(step, loop.staleness_bound, prefer, window)
 
@@ -172,6 +172,6 @@ PRIORITIES: dict[str, Priority] = {"absolute_advantage": absolute_advantage}
 
 def _no_number(name: str, group: Group, got: str) -> str:
     return (
-        f"expected ingest.priority = {name!r} to give a finite number for group {group.group_id}, got {got}; correct "
-        'the function, or set ingest.sampling = "oldest"'
+        f"expected ingest.sampling = {name!r} to give a finite number for group {group.group_id}, got {got}; correct "
+        'the function, or set it to "oldest"'
     )

@@ -1,10 +1,13 @@
-"""``[ingest]``: how far the reader reads ahead, which samples are trained, and when bad input stops the trainer."""
+"""``[ingest]``: which samples are trained, in which order, and how many failed rewards stop the trainer."""
 
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from streamrl.schemas.settings import LoopSettings, Section
+
+ORDERS = ("oldest", "freshest", "capped", "absolute_advantage")
+"""The built-in values of ``ingest.sampling``."""
 
 
 def offsets_in(begin: str) -> dict[int, int]:
@@ -28,25 +31,24 @@ def _place_in_the_stream(begin: str) -> str:
     return begin
 
 
+def _known_order(sampling: str) -> str:
+    if sampling not in ORDERS and ":" not in sampling:
+        raise ValueError(f"expected one of {', '.join(ORDERS)}, or package.module:function, got {sampling!r}")
+    return sampling
+
+
 class IngestSettings(Section):
     """``[ingest]``."""
 
-    max_poll_records: Annotated[int, Field(ge=1, description="Most records taken from the bus at once.")] = 500
-    high_water_bytes: Annotated[
-        int, Field(ge=1, description="Bytes of trajectories held in memory above which reading pauses.")
-    ] = 512 << 20
-    low_water_bytes: Annotated[int, Field(ge=0, description="Bytes below which reading resumes.")] = 256 << 20
-    orphan_lineage: Annotated[
-        Literal["train", "skip"],
-        Field(description="What to do with samples of weights that were lost when the trainer crashed."),
-    ] = "train"
     sampling: Annotated[
-        Literal["oldest", "freshest", "capped", "priority"],
+        str,
         Field(
             description="In trajectory_async, which complete groups a step takes first. oldest: ordered first; "
             "freshest: sampled by the newest weights; capped: the oldest, but none beyond ingest.staleness_cap; "
-            "priority: largest ingest.priority."
+            "absolute_advantage: the largest advantages; or package.module:function, a pure function of a group's "
+            "rewards and trajectories, whose largest value goes first."
         ),
+        AfterValidator(_known_order),
     ] = "oldest"
     staleness_cap: Annotated[
         int | None,
@@ -59,17 +61,10 @@ class IngestSettings(Section):
     passed_over: Annotated[
         Literal["train", "skip"],
         Field(
-            description="With freshest or priority: what happens to complete groups that are not chosen. train: each "
+            description="Unless the oldest go first: what happens to complete groups that are not chosen. train: each "
             "gets a place in the last step that may train it; skip: they may miss that step, and are skipped as stale."
         ),
     ] = "train"
-    priority: Annotated[
-        str,
-        Field(
-            description="With priority: absolute_advantage, or the import path of a pure function of a group's rewards "
-            "and trajectories; the largest value goes first."
-        ),
-    ] = "absolute_advantage"
     attach_from: Annotated[
         str,
         Field(
@@ -86,13 +81,6 @@ class IngestSettings(Section):
             "served policy before its newest announced weights; unset: any age, corrected by importance weights.",
         ),
     ] = None
-    other_behaviour: Annotated[
-        Literal["correct", "skip"],
-        Field(
-            description="With instances or a split: what to do with trajectories that another policy's weights "
-            "sampled. correct: train them, with algorithm.importance_sampling_mode."
-        ),
-    ] = "correct"
     accept_loss: Annotated[
         bool, Field(description="Continue if the broker deleted records that were not read; each gap gets a skip row.")
     ] = False
@@ -103,27 +91,18 @@ class IngestSettings(Section):
             "checkpoint's: finished trajectories are found by their names. No effect on the checkpoint's own cluster."
         ),
     ] = False
-    max_consecutive_poison: Annotated[
-        int,
-        Field(
-            ge=1,
-            description="Most records in a row that may be undecodable or lack a reward, and prompts refused.",
-        ),
-    ] = 50
-    max_undecodable_share: Annotated[
-        float, Field(gt=0, le=1, description="Largest share of undecodable records among the last 1000.")
-    ] = 0.01
     max_unrewarded_share: Annotated[
         float, Field(gt=0, le=1, description="Largest share of failed rewards among the last 1000 trajectories.")
     ] = 0.2
 
-    max_refused_share: Annotated[
-        float, Field(gt=0, le=1, description="Largest share of prompts that no worker can sample, among the last 1000.")
-    ] = 0.9
+    @property
+    def passes_over(self) -> bool:
+        """Whether a step may take a group before an older one."""
+        return self.sampling not in ("oldest", "capped")
 
     def chooses(self, loop: LoopSettings) -> bool:
         """Whether a step takes complete groups in another order than the oldest first."""
-        return loop.mode == "trajectory_async" and self.sampling in ("freshest", "priority")
+        return loop.mode == "trajectory_async" and self.passes_over
 
     def max_age(self, loop: LoopSettings) -> int:
         """The largest age, in optimizer steps, of a token that the run's own trainer trains."""
@@ -131,19 +110,8 @@ class IngestSettings(Section):
             return loop.staleness_bound
         return min(loop.staleness_bound, self.staleness_cap)
 
-    def should_pause(self, paused: bool, held_bytes: int, *, has_ready: bool) -> bool:
-        """Whether reading should pause: above the high mark, until below the low one, and only if a group is ready."""
-        if not has_ready:
-            return False
-        return held_bytes >= self.low_water_bytes if paused else held_bytes > self.high_water_bytes
-
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.sampling == "capped" and self.staleness_cap is None:
             raise ValueError("ingest.staleness_cap must be set, below loop.max_staleness, with ingest.sampling capped")
-        if self.low_water_bytes >= self.high_water_bytes:
-            raise ValueError(
-                f"ingest.low_water_bytes must be below ingest.high_water_bytes ({self.high_water_bytes}), "
-                f"got {self.low_water_bytes}"
-            )
         return self

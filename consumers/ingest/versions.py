@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from streamrl.schemas.identifiers import SERVED_POLICY, PolicyVersion
-from streamrl.schemas.trajectories import Trajectory
 
 OWN_STEPS = "steps of staleness"
 
@@ -63,10 +62,6 @@ class CountedVersions(Protocol):
         """Whether the trainer takes no trajectories now."""
         ...
 
-    def is_of_others(self, trajectory: Trajectory) -> bool:
-        """Whether another policy's weights sampled the trajectory."""
-        ...
-
 
 @dataclass(frozen=True)
 class OwnVersions:
@@ -94,7 +89,3 @@ class OwnVersions:
     def next_step(self) -> int:
         """The number after the newest version's."""
         return self.version().number + 1
-
-    def is_of_others(self, trajectory: Trajectory) -> bool:
-        """Whether an arm of a split sampled the trajectory."""
-        return bool(trajectory.policy) and trajectory.policy != self.policy

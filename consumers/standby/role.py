@@ -17,7 +17,6 @@ def build_standby(settings: "Settings", context: "ProcessContext") -> "Role":
     Raises:
         SettingsError: checkpoints cannot be kept where the settings say.
     """
-    from streamrl.consumers.standby.settings import Takeover
     from streamrl.consumers.standby.standby_trainer import Prefetch, StandbyTrainer
     from streamrl.consumers.training.checkpoints.catalogue import next_start, read_rollback
     from streamrl.consumers.training.checkpoints.store import CheckpointStore
@@ -41,7 +40,6 @@ def build_standby(settings: "Settings", context: "ProcessContext") -> "Role":
     return StandbyTrainer(
         replace(trainer, parts=replace(trainer.parts, checkpoints=prefetch, open_policy=prefetch.open_policy)),
         prefetch,
-        settings.section(Takeover).takeover_after_s,
         lead=lambda context, beat_s: led(context, beat_s, loaded).run,
     )
 

@@ -1,4 +1,4 @@
-"""Settings of standby trainers, in ``[run]`` and ``[training]``."""
+"""Settings of standby trainers, in ``[run]``."""
 
 from typing import Annotated
 
@@ -15,12 +15,4 @@ class StandbyTrainers(Section):
     ] = 0
 
 
-class Takeover(Section):
-    """``[training]``."""
-
-    takeover_after_s: Annotated[
-        float, Field(gt=0, description="Seconds without a heartbeat of the leading trainer until a standby takes over.")
-    ] = 4.0
-
-
-SECTIONS: dict[str, type[Section]] = {"run": StandbyTrainers, "training": Takeover}
+SECTIONS: dict[str, type[Section]] = {"run": StandbyTrainers}

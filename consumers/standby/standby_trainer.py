@@ -3,7 +3,7 @@
 A take-over is an ordinary start: the older trainer is fenced in Kafka and in the checkpoint storage. So a leader that
 was only slow ends as superseded, and no step counts twice. A standby saves the time of imports and of loading model and
 checkpoint. It measures silence with its own clock only. Invariants, each with a test of its name:
-- a_silent_leader_is_replaced, within ``training.takeover_after_s`` and the time of a start without loading;
+- a_silent_leader_is_replaced, within ``TAKEOVER_AFTER_S`` and the time of a start without loading;
 - a_leader_with_heartbeats_is_not_replaced, however long its steps take; nor is a leader that is still starting;
 - a_broker_outage_does_not_count_as_silence, nor does a suspension of the standby itself.
 """
@@ -29,6 +29,8 @@ from streamrl.schemas.topics import HEARTBEATS, STEPS
 
 log = structlog.get_logger()
 
+TAKEOVER_AFTER_S = 4.0
+"""Seconds without a heartbeat of the leading trainer until a standby takes over: four heartbeats."""
 FIRST_WORD_S = 60.0
 """Seconds until a leader that has never sent a heartbeat counts as missing: it may have started at the same time, and
 takes as long to load."""
@@ -152,7 +154,7 @@ class StandbyTrainer:
 
     context: TrainerContext
     prefetch: Prefetch
-    takeover_after_s: float
+    takeover_after_s: float = TAKEOVER_AFTER_S
     monotonic: Callable[[], float] = time.monotonic
     beat_s: float = BEAT_S
     first_beat_timeout_s: float = FIRST_WORD_S

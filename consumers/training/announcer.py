@@ -6,11 +6,10 @@ Invariant a_newer_trainer_is_never_fenced_blindly: before a transactional id is 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
 
 import structlog
 
-from streamrl.bus.port import Bus, Outgoing, Publisher, TopicPartition, TransactionalPublisher
+from streamrl.bus.port import Bus, Outgoing, TopicPartition, TransactionalPublisher
 from streamrl.bus.waiting import wait_for_tasks
 from streamrl.schemas.errors import BusUnavailable, DeliveryUnknown, Superseded
 
@@ -18,8 +17,6 @@ log = structlog.get_logger()
 
 ATTEMPTS = 70  # pauses of 0.2 + 0.4 + ... + 6.4 + 63 x 10 s = 643 s
 """With the pauses between them, more than ten minutes in which a broker may come back."""
-SENDS = 10
-"""Attempts to send one record without a transaction; each waits for its own deadline."""
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
 """Pauses double from the first to the longest: a leader election takes about a second, a broker's restart minutes."""
@@ -33,36 +30,12 @@ async def no_check() -> None:
     """The check before a lineage is claimed: it always passes."""
 
 
-class StepAnnouncer(Protocol):
-    """One way to announce."""
-
-    def guard_with(self, check: Check, elsewhere: Check = no_check) -> None:
-        """From now on, check before each risky act that the lineage just claimed is still the newest.
-
-        ``check`` asks the storage where it was claimed; ``elsewhere`` the topics, shared with trainers of other
-        directories.
-        """
-        ...
-
-    async def announce(self, records: Sequence[Outgoing], offsets: Offsets) -> None:
-        """Return once the broker has the records, in order. Readers ignore repeats of a version.
-
-        Raises:
-            Superseded: a newer trainer has taken over.
-            DeliveryUnknown: no attempt was answered in time.
-            BusUnavailable: the broker was away for too long.
-            BusError: the broker does not accept them.
-        """
-        ...
-
-    async def close(self) -> None:
-        """Close the publisher."""
-        ...
-
-
 @dataclass
-class TransactionalAnnouncer:
-    """One short transaction per announcement. ``fence``: the publisher whose opening fenced older trainers."""
+class StepAnnouncer:
+    """Puts records on the steps topic, each time in one short transaction.
+
+    ``fence``: the publisher whose opening fenced older trainers.
+    """
 
     bus: Bus
     transactional_id: str
@@ -75,11 +48,24 @@ class TransactionalAnnouncer:
     _was_fenced: bool = False
 
     def guard_with(self, check: Check, elsewhere: Check = no_check) -> None:
-        """See ``StepAnnouncer``."""
+        """From now on, check before each risky act that the lineage just claimed is still the newest.
+
+        ``check`` asks the storage where it was claimed; ``elsewhere`` the topics, shared with trainers of other
+        directories.
+        """
         self.check, self.elsewhere = check, elsewhere
 
     async def announce(self, records: Sequence[Outgoing], offsets: Offsets) -> None:
-        """See ``StepAnnouncer``. After an unknown outcome the same records go into a new transaction."""
+        """Return once the broker has the records, in order. Readers ignore repeats of a version.
+
+        After an unknown outcome the same records go into a new transaction.
+
+        Raises:
+            Superseded: a newer trainer has taken over.
+            DeliveryUnknown: no attempt was answered in time.
+            BusUnavailable: the broker was away for too long.
+            BusError: the broker does not accept them.
+        """
         failures = 0
         while True:
             try:
@@ -135,53 +121,14 @@ class TransactionalAnnouncer:
         await self._discard()
 
 
-@dataclass
-class PlainAnnouncer:
-    """Single records without a transaction; only the lineage check stops an older trainer. Commits no offsets."""
-
-    publisher: Publisher
-    check: Check = field(default=no_check)
-
-    def guard_with(self, check: Check, elsewhere: Check = no_check) -> None:
-        """See ``StepAnnouncer``. The topics are not read: that would take longer than the announcement itself."""
-        self.check = check
-
-    async def announce(self, records: Sequence[Outgoing], offsets: Offsets) -> None:
-        """See ``StepAnnouncer``."""
-        # No transaction fences an older trainer here: readers recognise its later records only by their lineage.
-        await self.check()
-        for record in records:
-            await self._publish(record)
-
-    async def _publish(self, record: Outgoing) -> None:
-        for attempt in range(1, SENDS + 1):
-            try:
-                await self.publisher.publish(record)
-            except DeliveryUnknown as error:
-                if attempt == SENDS:
-                    raise
-                log.warning("announcement unanswered, sending it again", attempt=attempt, error=str(error))
-                await self.check()
-            else:
-                return
-
-    async def close(self) -> None:
-        """Close the publisher."""
-        await self.publisher.close()
-
-
-async def open_announcer(
-    bus: Bus, kind: Literal["transaction", "plain"], run_name: str, algorithm: str
-) -> StepAnnouncer:
-    """An announcer of a run's algorithm. With transactions, opening it fences the algorithm's older trainers.
+async def open_announcer(bus: Bus, run_name: str, algorithm: str) -> StepAnnouncer:
+    """An announcer of a run's algorithm. Opening it fences the algorithm's older trainers.
 
     Raises:
         BusUnavailable: no broker answers.
     """
     name = f"{run_name}.{algorithm}.trainer"
-    if kind == "plain":
-        return PlainAnnouncer(await bus.publisher(name))
-    return TransactionalAnnouncer(bus, name, f"{run_name}.{algorithm}", await bus.transactional(name))
+    return StepAnnouncer(bus, name, f"{run_name}.{algorithm}", await bus.transactional(name))
 
 
 @dataclass

@@ -45,7 +45,7 @@ class Critic(nn.Module):
             )
         self._training = training
         self._peak = settings.critic.learning_rate
-        self.optimizer = GuardedAdamW(self.named_parameters(), training, settings.critic.max_grad_norm)
+        self.optimizer = GuardedAdamW(self.named_parameters(), training, training.max_grad_norm)
 
     def forward(self, input_ids: Tensor, mask: Tensor) -> Tensor:
         """Values [B, S], float32. Entry t is the value of the state before token t; 0 where ``mask`` [B, S] is 0.

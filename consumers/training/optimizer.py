@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from streamrl.consumers.training.settings import TrainingSettings
 
+ADAM_EPSILON = 1e-8
+"""Added to the root of AdamW's second moment; the value of the paper and of torch."""
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 RECENT_NORMS = "recent_grad_norms"
 RECENT_STEPS = 50
@@ -165,6 +167,6 @@ def _adamw(parameters: list[nn.Parameter], settings: TrainingSettings) -> torch.
         [group for group in groups if group["params"]],
         lr=settings.learning_rate,
         betas=(settings.adam_beta1, settings.adam_beta2),
-        eps=settings.adam_epsilon,
+        eps=ADAM_EPSILON,
         fused=True,
     )

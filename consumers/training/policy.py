@@ -103,8 +103,7 @@ class TrainedPolicy:
         self.learner = self._open_learner(plan)
         self._base_sha256 = base_sha256(paths.model) if training.lora.rank else ""
         self._has_removed_leftovers = False
-        # Digests need float32; without them the copy may have the smaller exported type.
-        self._copy = self._open_copy(torch.float32 if training.tensor_digests else getattr(torch, training.dtype))
+        self._copy = self._open_copy()
         self._copied: dict[str, Tensor] | None = None
         self._texts_by_dtype: dict[str, dict[str, str]] = {}
         self._paths = paths
@@ -125,8 +124,8 @@ class TrainedPolicy:
         companions = open_companions(model, plan.initial_model, plan.algorithm, training)
         return PolicyLearner(model, companions, plan.algorithm, training, plan.max_completion_length)
 
-    def _open_copy(self, dtype: torch.dtype) -> WeightCopy:
-        return WeightCopy(dtype)
+    def _open_copy(self) -> WeightCopy:
+        return WeightCopy(torch.float32)  # digests are those of the trained weights, not of the exported type
 
     def _load_optimizer(self, restored: VerifiedCheckpoint) -> None:
         self.learner.load_optimizer_tensors(restored.state.optimizer)
@@ -191,9 +190,7 @@ class TrainedPolicy:
     def _tensors(self) -> Mapping[str, Tensor]:
         """The weights by name, on the CPU, in float32; from the snapshot if that holds the present weights."""
         # For a large model a copy from the device takes longer than the optimizer does.
-        if self._copied is not None and self._copy.dtype == torch.float32:
-            return self._copied
-        return self._all_tensors()
+        return self._all_tensors() if self._copied is None else self._copied
 
     def _all_tensors(self) -> Mapping[str, Tensor]:
         return named_tensors(self.learner.model)

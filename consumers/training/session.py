@@ -19,9 +19,10 @@ import structlog
 from streamrl.bus.port import Bus, Outgoing
 from streamrl.consumers.algorithms.settings import AlgorithmSettings
 from streamrl.consumers.algorithms.shelf import algorithm_of
-from streamrl.consumers.batching.micro_batches import MicroBatcher
+from streamrl.consumers.batching.micro_batches import LOOKAHEAD, MicroBatcher
 from streamrl.consumers.batching.settings import BatchingSettings
 from streamrl.consumers.ingest.filters import IntakeRules
+from streamrl.consumers.ingest.limits import LIMITS, IntakeLimits
 from streamrl.consumers.ingest.opening import Translation
 from streamrl.consumers.ingest.reader import ReadStream, TrajectoryReader
 from streamrl.consumers.ingest.sampling import open_window
@@ -83,6 +84,8 @@ class LearningSettings:
     ingest: IngestSettings
     batching: BatchingSettings
     reward_weights: Mapping[str, float]
+    limits: IntakeLimits = LIMITS
+    lookahead: float = LOOKAHEAD
 
     def __post_init__(self) -> None:
         algorithm_of(self.algorithm)  # raises if the user's own does not exist or refuses its options
@@ -216,7 +219,7 @@ async def open_announcements(context: TrainerContext) -> Announcements:
         BusUnavailable: no broker answers.
     """
     run, settings = context.run, context.settings
-    announcer = await open_announcer(run.bus, settings.training.announce, run.scope, settings.algorithm.name)
+    announcer = await open_announcer(run.bus, run.scope, settings.algorithm.name)
     return Announcements(announcer, lambda: context.failpoint(Failpoint.ANNOUNCED))
 
 
@@ -301,12 +304,14 @@ class TrainerSession:
         self.export_s = 0.0
         self.refused_in_a_row = 0
         is_synchronous, training = settings.loop.mode == "synchronous", settings.training
-        self.batcher = MicroBatcher(settings.batching, is_synchronous, training.ranks, training.packing)
+        self.batcher = MicroBatcher(
+            settings.batching, is_synchronous, training.ranks, training.packing, settings.lookahead
+        )
         self.versions = standing.versions(lambda: self.served_version, settings.max_age)
         orphans_through = standing.orphans_through(keeper.identity)
         self.reader = TrajectoryReader(
             ReadStream(context.run.bus, context.run.name, context.run.scope, settings.algorithm.name),
-            IntakeRules(settings.loop, settings.ingest, settings.reward_weights, orphans_through),
+            IntakeRules(settings.loop, settings.ingest, settings.reward_weights, orphans_through, settings.limits),
             self.versions,
             lambda: self.version.number,  # called for each row, since every step changes it
             reader_snapshot(manifest, restored.state.reader if restored else {}, lineage.number),
@@ -340,12 +345,6 @@ class TrainerSession:
         """Count a gradient that was not applied."""
         self.refused_in_a_row += 1
 
-    def with_metrics(self, metrics: dict[str, float]) -> StepReport:
-        """The report of the last step taken, with these metrics instead of its own from now on."""
-        assert self.report is not None, "a step was taken, and its report is made"
-        self.report = self.report.replace(metrics=metrics)
-        return self.report
-
     def advance(self, tokens: int) -> None:
         """Number the weights after the step just taken; ``tokens``: those that the step was computed from."""
         self.version = PolicyVersion(self.lineage.number, self.policy.step)
@@ -362,7 +361,7 @@ class TrainerSession:
         snapshot = await self.compute(self.policy.snapshot)
         sha256 = await self._export(snapshot, self.served_version)
         self.context.failpoint(Failpoint.START_EXPORTED)
-        digests = await self._digests(snapshot)
+        digests = await self.exporter(snapshot.digests)
         topic, lineage = STEPS.full_name(run.scope), self.lineage.number
         parts = [] if carried is None else carried_over(name, lineage, carried, self._skips, clock(), run.named_policy)
         ancestry = replace(self._ancestry, carried_parts=len(parts))
@@ -378,16 +377,14 @@ class TrainerSession:
         await self.announcements.settled()
         self.context.failpoint(Failpoint.START_ANNOUNCED)
 
-    async def copy_weights(self) -> WeightSnapshot | None:
-        """A copy of the weights to export or to make checksums of; None if this step needs neither.
+    async def copy_weights(self) -> WeightSnapshot:
+        """A copy of the weights, to make checksums of and to export if this step is due.
 
         Waits for the previous export, whose memory the copy reuses. So at most one export runs, and exports that take
         longer than a step delay the trainer instead of piling up. No export is dropped in favour of the next one:
         generation may be waiting for exactly this version (``training.weight_sync_steps``).
         """
         await self.announcements.made()
-        if not self.context.settings.training.tensor_digests and not self._is_export_due:
-            return None
         return await self.compute(self.policy.snapshot)
 
     @property
@@ -395,7 +392,7 @@ class TrainerSession:
         # The last step's weights are always exported: the end of a run is announced with them.
         return self.policy.step % self.context.settings.training.weight_sync_steps == 0 or self.is_finished
 
-    def exporting(self, snapshot: WeightSnapshot | None, draft: StepReport) -> MakeReport:
+    def exporting(self, snapshot: WeightSnapshot, draft: StepReport) -> MakeReport:
         """A function that exports the weights of the step just taken, and then completes its report from the draft.
 
         It raises ``Superseded`` if a newer lineage exists, whose trainer removes half-written files.
@@ -403,18 +400,18 @@ class TrainerSession:
         # Decided now: the next step may have been taken before the function is called.
         return partial(self._exported, snapshot, draft, is_due=self._is_export_due)
 
-    async def _exported(self, snapshot: WeightSnapshot | None, draft: StepReport, *, is_due: bool) -> StepReport:
+    async def _exported(self, snapshot: WeightSnapshot, draft: StepReport, *, is_due: bool) -> StepReport:
         started_at = self.context.monotonic()
         version = draft.served_as or draft.version
         sha256 = None
-        if snapshot is not None and is_due:
+        if is_due:
             try:
                 sha256 = await self._export(snapshot, version)
             except LateExport as error:
                 # The store already holds newer weights of another trainer: no worker waits for these.
                 log.warning("weights not exported", version=str(version), error=str(error))
         self.context.failpoint(Failpoint.WEIGHTS_EXPORTED)
-        digests = {} if snapshot is None else await self._digests(snapshot)
+        digests = await self.exporter(snapshot.digests)
         self.context.failpoint(Failpoint.DIGESTS_MADE)
         self.report = draft.replace(manifest_sha256=sha256, digests=digests)
         self.export_s = self.context.monotonic() - started_at
@@ -428,9 +425,6 @@ class TrainerSession:
             # A newer trainer may have cleared this one's files, which looks like a broken disk but is not.
             await self.check_lineage()
             raise
-
-    async def _digests(self, snapshot: WeightSnapshot) -> dict[str, str]:
-        return await self.exporter(snapshot.digests) if self.context.settings.training.tensor_digests else {}
 
     async def check_lineage(self) -> None:
         """Check that no newer trainer has taken over. If storage or broker fail, only log: writes check again.
@@ -467,25 +461,6 @@ class TrainerSession:
     def is_checkpoint_due(self) -> bool:
         """Whether the step just taken gets a checkpoint."""
         return self.policy.step % self.context.settings.training.checkpoint_every == 0 or self.is_finished
-
-    async def checkpoint_if_due(self) -> bool:
-        """Write a checkpoint if the step just taken gets one; false if it failed and the run can continue without it.
-
-        Raises:
-            CheckpointError: it could not be written, and ``training.on_checkpoint_failure`` is ``stop`` or this was the
-                run's last step.
-            Superseded: a newer trainer has taken over.
-        """
-        if not self.is_checkpoint_due:
-            return True
-        try:
-            await self.checkpoint()
-        except CheckpointError as error:
-            if self.context.settings.training.on_checkpoint_failure == "stop" or self.is_finished:
-                raise
-            log.error("checkpoint failed, continuing without it", step=self.policy.step, error=str(error))
-            return False
-        return True
 
     async def checkpoint(self) -> None:
         """Write a checkpoint of this moment, unless this step has one already.

@@ -38,9 +38,12 @@ class TrainingSettings(Section):
     ] = "torch"
     learning_rate: Annotated[float, Field(gt=0, description="Peak learning rate of AdamW.")] = 1e-6
     weight_decay: Annotated[float, Field(ge=0, description="Decoupled decay of weight matrices.")] = 0.0
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    adam_beta1: Annotated[
+        float, Field(ge=0, lt=1, description="AdamW's first beta: how slowly its mean of gradients changes.")
+    ] = 0.9
+    adam_beta2: Annotated[
+        float, Field(ge=0, lt=1, description="AdamW's second beta: how slowly its mean of squared gradients changes.")
+    ] = 0.999
     max_grad_norm: Annotated[float, Field(gt=0, description="Gradients are scaled down to this norm.")] = 1.0
     warmup_steps: Annotated[int, Field(ge=0, description="Steps of linear warm-up from 0.")] = 0
     lr_schedule: Annotated[
@@ -49,10 +52,6 @@ class TrainingSettings(Section):
     ] = "constant"
     max_steps: Annotated[int, Field(ge=1, description="Optimizer steps in the run.")] = 1000
     checkpoint_every: Annotated[int, Field(ge=1, description="Optimizer steps between checkpoints.")] = 50
-    on_checkpoint_failure: Annotated[
-        Literal["stop", "continue"],
-        Field(description="If a checkpoint cannot be written: stop, or continue and try again at the next due step."),
-    ] = "stop"
     keep_checkpoints: Annotated[
         int, Field(ge=2, description="Newest checkpoints kept; at least two, so that one is a fallback.")
     ] = 2
@@ -70,11 +69,6 @@ class TrainingSettings(Section):
             'it has, a few percent of them in bfloat16; "delta" costs the trainer\'s machine a comparison.'
         ),
     ] = "full"
-    announce: Annotated[
-        Literal["transaction", "plain"],
-        Field(description="Step reports in Kafka transactions, which fence older trainers, or as single records."),
-    ] = "transaction"
-    tensor_digests: Annotated[bool, Field(description="Checksums of all weights in each step report.")] = True
     compute_zero_advantage: Annotated[
         bool,
         Field(
@@ -82,13 +76,6 @@ class TrainingSettings(Section):
             "trainers that do so, and ratio metrics cover all tokens."
         ),
     ] = False
-    max_grad_norm_ratio: Annotated[
-        float,
-        Field(ge=0, description="A gradient with a norm above this many times the recent median is refused; 0: never."),
-    ] = 100.0
-    max_skipped_steps: Annotated[
-        int, Field(ge=1, description="Refused gradients in a row after which the trainer stops with an error.")
-    ] = 20
     dtype: Annotated[
         Literal["float32", "bfloat16"],
         Field(description="Type of activations and of exported weights; the trainer's own weights are float32."),

@@ -64,6 +64,8 @@ from streamrl.schemas.identifiers import group_id_of
 
 Scorer = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Maps token ids, mask and temperatures to log-probs and a sum of entropies, as ``CompletionScorer`` does."""
+MAX_GRAD_NORM_RATIO = 100.0
+"""A gradient with a norm above this many times the recent median is refused: damaged data, not a hard batch."""
 MAX_MESSAGE = 300
 """Most characters kept of an allocator's message, which may list all of the device's memory."""
 
@@ -206,9 +208,8 @@ class PolicyLearner:
         metrics = {**sums.metrics, "entropy": entropy.detach()}
         if batch.versions:
             metrics |= mismatch_by_spans(tokens, [batch.versions[row] for row in active.nonzero().flatten().tolist()])
-        if self.algorithm.has_teacher and not self._settings.whiten_advantages:
-            credit = tokens.token_advantages / -self._settings.teacher.kl_coef
-            metrics["reverse_kl"] = torch.where(tokens.trained, credit, 0.0).sum()
+        if self.algorithm.has_teacher and not self._settings.whitens_advantages:
+            metrics["reverse_kl"] = torch.where(tokens.trained, -tokens.token_advantages, 0.0).sum()
         return replace(sums, metrics=metrics), tokens.mask
 
     def _token_batch(
@@ -303,7 +304,7 @@ class PolicyLearner:
                 if held.start.start_logprobs is not None and held.start.reference_logprobs is not None
             ]
             metrics["kl"] = float(torch.cat(gaps).mean())
-        if self._settings.whiten_advantages:
+        if self._settings.whitens_advantages:
             for held, advantages in zip(
                 self._held, whitened([held.advantages for held in self._held], masks), strict=True
             ):
@@ -379,7 +380,7 @@ class PolicyLearner:
             held.mask[part.rows],
             reference_logprobs=held.start.reference_logprobs[part.rows],
         )
-        return sequence_scores(tokens, average=self._settings.preference.length_average)
+        return sequence_scores(tokens)
 
     def _logprobs_now(self, batch: MicroBatch, mask: Tensor, active: Tensor) -> Tensor:
         """The policy's log-probs of the active rows, float32 [A, width] on the CPU."""
@@ -393,7 +394,7 @@ class PolicyLearner:
         terms = [self._pairs.get(group_id_of(ref.trajectory_id)) for ref in refs]
         slopes = [0.0 if pair is None else sign * pair.slope for pair, sign in zip(terms, signs, strict=True)]
         halves = [0.0 if pair is None else pair.loss / 2 for pair in terms]
-        scores = sequence_scores(tokens, average=self._settings.preference.length_average)
+        scores = sequence_scores(tokens)
         return preference_losses(scores, scores.new_tensor(slopes), scores.new_tensor(halves), tokens)
 
     def discard(self) -> None:
@@ -449,7 +450,7 @@ class PolicyLearner:
         loss = float(self._sums.loss) * scale
         if not log.updates:
             observe()
-        problem = problem or self._optimizer.problem(loss, norm, self._training.max_grad_norm_ratio)
+        problem = problem or self._optimizer.problem(loss, norm, MAX_GRAD_NORM_RATIO)
         critic: tuple[float, float] | None = None
         if self.critic is not None:
             value_scale = 1.0 / max(totals.tokens, 1)

@@ -63,6 +63,8 @@ log = structlog.get_logger()
 
 MAX_EXCLUDED = 8
 """Most groups of one step that may be skipped because they do not fit into memory; more than that ends the run."""
+MAX_REFUSED_STEPS = 20
+"""Refused gradients in a row that end the run: by then, the weights or the data are at fault and not a single batch."""
 IDLE_S = 5.0
 """Seconds between two checks, while waiting for a group, whether another trainer has taken over; object stores bill
 requests, so not often."""
@@ -168,14 +170,9 @@ class Trainer:
                 report = await make_report()
             # Before the announcement: a crash between the two loses neither, since the checkpoint contains the report.
             with timer.measure("save_ckpt"):
-                is_kept = await session.checkpoint_if_due()
-            if not is_kept:
-                metrics["checkpoint/failed"] = 1.0
-                report = session.with_metrics(metrics)
+                await session.checkpoint()
         with timer.measure("announce"):
             await session.announce(report)
-            if settings.training.announce == "plain":
-                await session.reader.commit()
         # The report's metrics were made before these phases ended, so only the file has their times.
         late = {f"time/{name}": timer.seconds.get(name, 0.0) for name in ("broadcast_weights", "save_ckpt", "announce")}
         self._write_metrics(session.policy.step, metrics | late, timer.spans)
@@ -223,14 +220,13 @@ class Trainer:
         await session.announce(
             refused_step(name, session.version, gathered, outcome.problem, outcome.metrics, now, policy)
         )
-        if session.refused_in_a_row >= context.settings.training.max_skipped_steps:
+        if session.refused_in_a_row >= MAX_REFUSED_STEPS:
             # Closing drops an announcement that is under way, but the error below refers to this one.
             await session.announcements.settled()
             raise StreamRLError(
                 f"expected gradients that can be applied, got {session.refused_in_a_row} in a row that cannot, the "
                 f"last one at step {session.policy.step + 1}: {outcome.problem}; their groups are named on the steps "
-                "topic; lower training.learning_rate, or raise training.max_skipped_steps or "
-                "training.max_grad_norm_ratio"
+                "topic; lower training.learning_rate or training.max_grad_norm"
             )
 
 

@@ -28,6 +28,7 @@ import structlog
 
 from streamrl.bus.embedded.process import die_with_parent
 from streamrl.consumers.algorithms.shelf import algorithm_of
+from streamrl.consumers.ingest.limits import LIMITS
 from streamrl.consumers.ingest.sampling import open_window
 from streamrl.producers.generation.prompt_survey import PromptSurvey, survey
 from streamrl.producers.prompts.sources import PASS_SIZE, open_source
@@ -196,9 +197,9 @@ class SampledPrompts:
             yield self._source.prompt_at(position)[0]
 
 
-def refuses_too_many(found: PromptSurvey, max_refused_share: float) -> bool:
+def refuses_too_many(found: PromptSurvey) -> bool:
     """Whether so many prompts are refused that a run would stop because of it."""
-    return found.refused_count == found.checked or found.refused_count > max_refused_share * found.checked
+    return found.refused_count == found.checked or found.refused_count > LIMITS.max_refused_share * found.checked
 
 
 def check_task(settings: Settings, *, resumed: bool = False) -> list[str]:
@@ -260,7 +261,7 @@ def checked(settings: Settings, *, resumed: bool = False) -> list[str]:
     refused = f"{found.refused_count:,} of {found.checked:,} prompts"
     if found.checked < prompts.total:
         refused += f" (a sample of {prompts.total:,})"
-    if refuses_too_many(found, settings.ingest.max_refused_share):
+    if refuses_too_many(found):
         raise ModelError(
             f"expected prompts that can be sampled, got {refused} that would be refused: {found.causes()}; "
             "for details: streamrl run --dry-run"

@@ -259,9 +259,7 @@ def check_lengths(
         detail = f"{shortest} to {longest} tokens in {len(found.lengths):,} prompts{sample}, at most {bound} allowed"
         checks.append(Check("lengths", "ok", detail))
     if found.refused:
-        state: Literal["note", "fail"] = (
-            "fail" if refuses_too_many(found, settings.ingest.max_refused_share) else "note"
-        )
+        state: Literal["note", "fail"] = "fail" if refuses_too_many(found) else "note"
         advice = "raise loop.max_prompt_length" if bound < facts.max_length - 1 else "use a model with more positions"
         too_long = f"longer than {bound} tokens" in found.refused
         advice = f"{advice}, or leave them out with data.filter" if too_long else ""

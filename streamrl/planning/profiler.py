@@ -169,7 +169,9 @@ async def _train(settings: Settings, effort: Effort, scratch: Path) -> _Trained:
     places = PolicyPaths(settings.model.path, open_storage(scratch / "checkpoints", scratch), scratch / "weights")
     limit = settings.loop.max_completion_length
     try:
-        training = settings.training.model_copy(update={"max_grad_norm_ratio": 0.0})  # made-up samples may jump
+        training = settings.training.model_copy(
+            update={"max_grad_norm": 1e9}
+        )  # else a step of made-up samples is refused
         policy = await compute(TrainedPolicy, places, settings.algorithm, training, limit, None, 0)
         meter = TrainMeter(policy, compute, effort.repeats)
         lengths = sequences(settings, policy.limits.positions, effort)

@@ -15,7 +15,6 @@ from streamrl.consumers.training.ports import OwnStream, Standing
 from streamrl.schemas.control import InstanceState, Promotion, RunFinished, RunIdentity, Served, WeightsReady
 from streamrl.schemas.identifiers import SERVED_POLICY, PolicyVersion
 from streamrl.schemas.messages import Message
-from streamrl.schemas.trajectories import Trajectory
 
 log = structlog.get_logger()
 
@@ -192,9 +191,3 @@ class ServedVersions:
     def is_paused(self) -> bool:
         """Whether an operator paused the instance."""
         return self.attachment.mode == "pause"
-
-    def is_of_others(self, trajectory: Trajectory) -> bool:
-        """Whether another policy sampled the trajectory: an arm of a split, or a policy served before this one."""
-        if trajectory.policy:
-            return trajectory.policy != self.attachment.policy
-        return self.promoted is None or trajectory.newest_version <= self.promoted.since

@@ -39,7 +39,7 @@ from streamrl.settings.loading import as_toml, load_settings
 from streamrl.settings.run_directory import RunDirectory, instance_location
 from streamrl.settings.tree import Settings
 
-SERVED_ALONE = frozenset({"sampling", "staleness_cap", "passed_over", "priority"})
+SERVED_ALONE = frozenset({"sampling", "staleness_cap", "passed_over"})
 """Settings of ``[ingest]`` that an instance does not take over from the run."""
 
 

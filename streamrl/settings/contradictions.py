@@ -88,14 +88,8 @@ RULES = (
     ExclusionRule(
         ("ingest.passed_over",),
         ("ingest.sampling",),
-        lambda settings: settings.ingest.sampling in ("freshest", "priority"),
+        lambda settings: settings.ingest.passes_over,
         lambda settings: f'ingest.sampling = "{settings.ingest.sampling}", which passes over no group',
-    ),
-    ExclusionRule(
-        ("ingest.priority",),
-        ("ingest.sampling",),
-        lambda settings: settings.ingest.sampling == "priority",
-        lambda settings: f'ingest.sampling = "{settings.ingest.sampling}"',
     ),
     ExclusionRule(
         ("loop.include_stop_str_in_output",),
@@ -146,7 +140,7 @@ RULES = (
         lambda _: f'rewards.functions that lack "{CODE_TESTS}"',
     ),
     ExclusionRule(
-        ("algorithm.overlong_l_cache", "algorithm.overlong_factor"),
+        ("algorithm.overlong_l_cache",),
         ("algorithm.overlong_l_max",),
         lambda settings: settings.algorithm.overlong_l_max is not None,
         lambda _: "no algorithm.overlong_l_max, so no overlong penalty",

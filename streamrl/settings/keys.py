@@ -16,19 +16,28 @@ Key = tuple[str, ...]
 
 RENAMED = {
     "intake": "ingest",
-    "batching.launch_share": "batching.fixed_cost_fraction",
-    "batching.quadratic_share": "batching.attention_cost_fraction",
     "coordinator.heartbeat_timeout_s": "loop.heartbeat_timeout_s",
     "dispatch.lease_s": "loop.heartbeat_timeout_s",
     "generation.stream_tokens": "generation.partial_trajectories",
-    "training.grad_norm_spike": "training.max_grad_norm_ratio",
-    "training.max_refused_steps": "training.max_skipped_steps",
 }
 """Former names of keys and sections. Loading refuses them and names the new ones."""
 
 REMOVED = {
     # [algorithm]
+    "algorithm.log_ratio_penalty": "1e-3 with policy_loss dppo, else 0",
+    "algorithm.whiten_advantages": "ppo, reinforce_plus_plus and reinforce_plus_plus_baseline whiten advantages",
+    "algorithm.overlong_factor": "always 1",
+    "algorithm.critic.max_grad_norm": "training.max_grad_norm holds for the critic too",
+    "algorithm.preference.label_smoothing": "always 0",
+    "algorithm.preference.length_average": "log-probs are summed, as in the papers",
+    "algorithm.selection.keep_best": "without a threshold the best sample of each group is trained",
+    "algorithm.teacher.kl_coef": "always 1",
     # [batching]
+    "batching.lookahead": "always 4 budgets",
+    "batching.fixed_cost_fraction": "always 0.03",
+    "batching.launch_share": "always 0.03",
+    "batching.attention_cost_fraction": "always 0.2",
+    "batching.quadratic_share": "always 0.2",
     # [coordinator]
     **dict.fromkeys(
         ("coordinator.finish_timeout_s", "coordinator.finish_patience_s"),
@@ -75,6 +84,15 @@ REMOVED = {
     "generation.request_slots": "a quarter of max_num_seqs with gateway.enabled, else none",
     "generation.standstill_s": "five eighths of loop.heartbeat_timeout_s",
     # [ingest]
+    "ingest.max_poll_records": "always 500",
+    "ingest.high_water_bytes": "always 512 MiB",
+    "ingest.low_water_bytes": "always 256 MiB",
+    "ingest.orphan_lineage": "samples of weights that a crash lost are trained",
+    "ingest.priority": "ingest.sampling takes absolute_advantage or package.module:function itself",
+    "ingest.other_behaviour": "samples of other policies are trained, with algorithm.importance_sampling_mode",
+    "ingest.max_consecutive_poison": "always 50",
+    "ingest.max_undecodable_share": "always 1 %",
+    "ingest.max_refused_share": "always 90 %",
     "ingest.group_timeout_s": "a group closes when its last sample arrives, or when the dispatcher abandons it",
     # [kafka]
     "kafka.linger_ms": "always 1 ms",
@@ -132,6 +150,15 @@ REMOVED = {
     # [sender]
     "sender.timeout_s": "always 60 s",
     # [training]
+    "training.adam_epsilon": "always 1e-8",
+    "training.on_checkpoint_failure": "a checkpoint that cannot be written ends the trainer",
+    "training.announce": "step reports are always sent in transactions",
+    "training.tensor_digests": "each step report has checksums of all weights",
+    "training.max_grad_norm_ratio": "always 100",
+    "training.grad_norm_spike": "always 100",
+    "training.max_skipped_steps": "always 20",
+    "training.max_refused_steps": "always 20",
+    "training.takeover_after_s": "always 4 s",
 }
 """Removed keys and sections, each with the behaviour that replaced it."""
 

@@ -25,24 +25,7 @@ MUTANTS = (
 """,
         (
             f"{TRAINING}/test_trainer_failures.py::test_a_checkpoint_is_announced_after_it_is_written",
-            f"{TRAINING}/test_trainer_failures.py::"
-            "test_a_checkpoint_is_written_before_offsets_behind_it_are_committed[transaction]",
-        ),
-    ),
-    # The same for a trainer that announces without transactions, and commits its offsets by a call of their own.
-    Mutant(
-        "01b",
-        "offsets committed before the checkpoint: without transactions",
-        "consumers/training/trainer.py",
-        """            with timer.measure("save_ckpt"):
-""",
-        """            if settings.training.announce == "plain":
-                await session.reader.commit()
-            with timer.measure("save_ckpt"):
-""",
-        (
-            f"{TRAINING}/test_trainer_failures.py::"
-            "test_a_checkpoint_is_written_before_offsets_behind_it_are_committed[plain]",
+            f"{TRAINING}/test_trainer_failures.py::test_a_checkpoint_is_written_before_offsets_behind_it_are_committed",
         ),
     ),
     # The low-water mark of a partition is the record after the first unfinished one.
@@ -174,8 +157,8 @@ MUTANTS = (
         "08d",
         "weights copied over those that are being exported",
         "consumers/training/session.py",
-        "        await self.announcements.made()\n        if not self.context.settings.training.tensor_digests",
-        "        if not self.context.settings.training.tensor_digests",
+        "        await self.announcements.made()\n        return await self.compute(self.policy.snapshot)",
+        "        return await self.compute(self.policy.snapshot)",
         (f"{TRAINING}/test_background_export.py::test_the_next_step_is_computed_while_weights_are_exported",),
     ),
     # The fence lets a worker pass that knows that another one has its id.

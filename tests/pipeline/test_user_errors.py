@@ -69,7 +69,6 @@ async def test_a_reward_function_that_fails_ends_the_run_and_every_skip_has_its_
     start: Start, bootstrap_servers: str
 ) -> None:
     run = start(
-        "--ingest.max_consecutive_poison=30",
         "--rewards.timeout_s=0.2",
         "--run.max_restarts=0",
         "--run.workers=1",

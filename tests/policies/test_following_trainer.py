@@ -340,16 +340,6 @@ async def test_an_instance_that_adopts_trains_what_served_lineages_sampled(harne
     assert lost.skips() == []
 
 
-async def test_what_another_policy_sampled_is_refused_where_the_setting_says_so(harness: InstanceHarness) -> None:
-    await harness.attach()
-    async with harness.running(harness.instance(ingest=IngestSettings(other_behaviour="skip"))):
-        await harness.own.until(lambda: len(harness.own.skips()) == 8)
-    reasons = {row.reason.value for row in harness.own.skips()}
-    assert reasons <= {"filtered", "group_incomplete"}
-    assert any("ingest.other_behaviour is skip" in row.detail for row in harness.own.skips())
-    assert (await harness.balances())[NAME].trained == 0
-
-
 async def test_the_directory_of_an_instance_of_another_run_is_refused(harness: InstanceHarness) -> None:
     await harness.attach()
     async with harness.running(harness.instance()):

@@ -76,8 +76,8 @@ def test_sampling_settings_reach_the_orders_from_file_and_command_line(tmp_path:
             "--ingest.passed_over=skip",
             r'no ingest\.passed_over with ingest\.sampling = "oldest", which passes over no group',
         ),
-        ("--ingest.sampling=freshest --ingest.priority=a:b", r'no ingest\.priority with ingest\.sampling = "freshest"'),
-        ("--ingest.sampling=priority --ingest.priority=a:b --ingest.passed_over=skip", None),
+        ("--ingest.sampling=a:b --ingest.passed_over=skip", None),
+        ("--ingest.sampling=newest", r"expected one of oldest, freshest, .* or package\.module:function, got 'newest'"),
     ],
 )
 def test_an_order_of_taking_groups_needs_groups_to_choose_from(
@@ -132,7 +132,7 @@ def test_settings_of_other_algorithms_are_refused_in_one_line(
 def test_an_algorithm_is_chosen_with_its_own_section(tmp_path: Path) -> None:
     text = BASE + '[loop]\nnum_generations = 1\n[algorithm]\nname = "ppo"\n[algorithm.critic]\nlam = 0.9\n'
     settings = load_settings(write(tmp_path, text), [])
-    assert (settings.algorithm.critic.lam, settings.algorithm.whiten_advantages) == (0.9, True)
+    assert (settings.algorithm.critic.lam, settings.algorithm.whitens_advantages) == (0.9, True)
     assert load_settings(write(tmp_path, as_toml(settings)), []) == settings
 
 

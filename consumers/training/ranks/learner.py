@@ -65,10 +65,10 @@ class ShardLearner(PolicyLearner):
         return ShardedScorer(model, self._training, self.mesh)
 
     def _open_optimizer(self) -> GuardedAdamW:
-        return self._sharded_optimizer(POLICY, self.model.named_parameters(), self._training.max_grad_norm)
+        return self._sharded_optimizer(POLICY, self.model.named_parameters())
 
-    def _sharded_optimizer(self, of: str, named: Iterable[tuple[str, nn.Parameter]], max_norm: float) -> ShardedAdamW:
-        return ShardedAdamW(named, self._training, max_norm, self.mesh)
+    def _sharded_optimizer(self, of: str, named: Iterable[tuple[str, nn.Parameter]]) -> ShardedAdamW:
+        return ShardedAdamW(named, self._training, self._training.max_grad_norm, self.mesh)
 
     def _shard_critic(self, critic: Critic) -> None:
         layers = [] if critic.own_trunk is None else layers_of(critic.own_trunk)
@@ -76,8 +76,7 @@ class ShardLearner(PolicyLearner):
         if critic.own_trunk is None:
             assert isinstance(self._scorer, ShardedScorer)
             critic.states_at = self._scorer.states_at
-        max_norm = self._settings.critic.max_grad_norm
-        critic.optimizer = self._sharded_optimizer(CRITIC, critic.named_parameters(), max_norm)
+        critic.optimizer = self._sharded_optimizer(CRITIC, critic.named_parameters())
 
     def optimizers(self) -> dict[str, ShardedAdamW]:
         """The optimizers by the name of what they train: ``POLICY``, and ``CRITIC`` if there is one."""
@@ -189,7 +188,8 @@ class DealingLearner(ShardLearner):
         self._team = team
         super().__init__(*made_of)
 
-    def _sharded_optimizer(self, of: str, named: Iterable[tuple[str, nn.Parameter]], max_norm: float) -> ShardedAdamW:
+    def _sharded_optimizer(self, of: str, named: Iterable[tuple[str, nn.Parameter]]) -> ShardedAdamW:
+        max_norm = self._training.max_grad_norm
         return DealingAdamW(self._team.tell, of, named, self._training, max_norm, self.mesh)
 
     def _backward(

@@ -61,8 +61,8 @@ class RankedPolicy(TrainedPolicy):
             team.answers()  # each has its shards
         return learner
 
-    def _open_copy(self, dtype: torch.dtype) -> GatheredCopy:
-        return GatheredCopy(dtype)
+    def _open_copy(self) -> GatheredCopy:
+        return GatheredCopy(torch.float32)
 
     def _load_optimizer(self, restored: VerifiedCheckpoint) -> None:
         listed = (file.path for file in restored.state.manifest.files)

@@ -48,7 +48,6 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "threads": 1,
         "weight_transfer": "delta",
     },
-    "ingest": {"max_undecodable_share": 0.5},
     "algorithm": {"dynamic_sampling": True},
 }
 

@@ -301,12 +301,12 @@ def _margin(case: Case, group: list[int], rewards: tuple[float, ...]) -> Tensor:
     return scores[0] - scores[1]
 
 
-def dpo(case: Case, beta: float, smoothing: float = 0.0) -> Tensor:
-    """arXiv 2305.18290, equation 7; with smoothing cDPO. The mean over pairs."""
+def dpo(case: Case, beta: float) -> Tensor:
+    """arXiv 2305.18290, equation 7. The mean over pairs."""
     losses = []
     for group, rewards in zip(case.groups, case.rewards, strict=True):
         logit = beta * _margin(case, group, rewards)
-        losses.append((1 - smoothing) * torch.log1p(torch.exp(-logit)) + smoothing * torch.log1p(torch.exp(logit)))
+        losses.append(torch.log1p(torch.exp(-logit)))
     return torch.stack(losses).mean()
 
 

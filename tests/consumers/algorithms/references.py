@@ -97,7 +97,7 @@ def computed(case: Case, settings: AlgorithmSettings, sizes: Sequence[int] = WHO
     ]
     credits = [algorithm.token_advantages(start) for start in starts]
     advantages = [advantage for advantage, _ in credits]
-    if settings.whiten_advantages:
+    if settings.whitens_advantages:
         advantages = whitened(advantages, [start.mask for start in starts])
     batches = [
         TokenBatch(
@@ -123,9 +123,7 @@ def _scores(case: Case, settings: AlgorithmSettings, algorithm: Algorithm) -> li
     rewards = np.array(case.flat_rewards)
     if settings.overlong_l_max is not None:
         lengths = np.array([int(row.sum()) for row in case.mask])
-        rewards = rewards + overlong_penalty(
-            lengths, l_max=settings.overlong_l_max, l_cache=settings.overlong_l_cache, factor=settings.overlong_factor
-        )
+        rewards = rewards + overlong_penalty(lengths, l_max=settings.overlong_l_max, l_cache=settings.overlong_l_cache)
     usable = np.ones(3, dtype=np.bool_)
     return [value for group in case.groups for value in algorithm.advantages(rewards[group], usable).tolist()]
 
@@ -133,7 +131,7 @@ def _scores(case: Case, settings: AlgorithmSettings, algorithm: Algorithm) -> li
 def _pairs(
     case: Case, settings: AlgorithmSettings, scores: Tensor, parts: Sequence[Tensor], batches: Sequence[TokenBatch]
 ) -> list[LossSums]:
-    found = [sequence_scores(batch, average=settings.preference.length_average) for batch in batches]
+    found = [sequence_scores(batch) for batch in batches]
     at_row = {
         row: value
         for rows, each in zip(parts, found, strict=True)
@@ -248,11 +246,7 @@ REFERENCES = [
     Reference("PPO, the policy", _PPO, _ppo),
     Reference("PPO, the critic", _PPO, lambda case: naive.critic_loss(case, 0.98, 0.9, 0.2), leaf="value"),
     Reference("online DPO", {"name": "dpo"}, lambda case: naive.dpo(case, 0.1)),
-    Reference(
-        "online DPO, smoothed",
-        {"name": "dpo", "preference": {"beta": 0.5, "label_smoothing": 0.1}},
-        lambda case: naive.dpo(case, 0.5, 0.1),
-    ),
+    Reference("online DPO, held less", {"name": "dpo", "preference": {"beta": 0.5}}, lambda case: naive.dpo(case, 0.5)),
     Reference("IPO", {"name": "ipo"}, lambda case: naive.ipo(case, 0.1)),
     Reference("rejection sampling", {"name": "rft"}, naive.imitation),
     Reference(

@@ -30,9 +30,7 @@ def test_a_single_reward_has_no_deviation_and_no_advantage() -> None:
 
 def test_the_overlong_penalty_grows_linearly_over_the_cache_and_is_bounded() -> None:
     lengths = np.array([10, 80, 90, 100, 500])
-    np.testing.assert_allclose(
-        overlong_penalty(lengths, l_max=100, l_cache=20, factor=0.5), [0.0, 0.0, -0.25, -0.5, -0.5]
-    )
+    np.testing.assert_allclose(overlong_penalty(lengths, l_max=100, l_cache=20), [0.0, 0.0, -0.5, -1.0, -1.0])
 
 
 def test_the_leave_one_out_baseline_is_the_mean_of_the_other_rewards() -> None:

@@ -51,7 +51,7 @@ def test_truncated_completions_leave_the_gradient_but_not_the_baseline() -> None
 
 
 def test_overlong_completions_are_penalised_before_the_baseline() -> None:
-    settings = AlgorithmSettings(overlong_l_max=10, overlong_l_cache=4, overlong_factor=2.0, scale_rewards="none")
+    settings = AlgorithmSettings(overlong_l_max=8, overlong_l_cache=2, scale_rewards="none")
     credit = credit_group(group(sample(0, 1.0, [3] * 8), sample(1, 1.0)), settings, LIMITS)
     assert credit.rewards.tolist() == [0.0, 1.0]
     assert [item.advantage for item in credit.training_samples] == [-0.5, 0.5]

@@ -28,9 +28,9 @@ def test_every_name_of_the_shelf_can_be_chosen_by_itself() -> None:
     ("given", "told"),
     [
         ({"scale_rewards": "batch", "beta": 0.1}, "the batch's deviation"),
-        ({"scale_rewards": "batch", "log_ratio_penalty": 0.1}, "log_ratio_penalty=0"),
+        ({"name": "dppo", "scale_rewards": "batch"}, "another policy_loss than dppo"),
         ({"scale_rewards": "batch", "name": "rft"}, "divides centred rewards"),
-        ({"scale_rewards": "batch", "whiten_advantages": True}, "without whiten_advantages"),
+        ({"scale_rewards": "batch", "name": "ppo"}, "divides centred rewards"),
         ({"overlong_l_max": 64, "overlong_l_cache": 64}, "overlong_l_cache"),
         ({"name": "grpoo"}, "did you mean grpo?"),
         ({"name": "reinforce++"}, "did you mean reinforce_plus_plus?"),

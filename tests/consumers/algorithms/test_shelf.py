@@ -94,7 +94,7 @@ def test_without_a_difference_there_is_no_pair(rewards: list[float]) -> None:
 
 @pytest.mark.parametrize(
     ("selection", "kept"),
-    [({}, [1]), ({"keep_best": 2}, [1, 3]), ({"threshold": 0.5}, [1, 2, 3]), ({"threshold": 9.0}, [])],
+    [({}, [1]), ({"threshold": 0.5}, [1, 2, 3]), ({"threshold": 9.0}, [])],
 )
 def test_rejection_sampling_keeps_the_best_or_what_is_good_enough(selection: dict[str, float], kept: list[int]) -> None:
     algorithm = algorithm_of(AlgorithmSettings.model_validate({"name": "rft", "selection": selection}))

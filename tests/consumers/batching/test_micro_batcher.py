@@ -19,10 +19,9 @@ def offsets(batches: list[MicroBatch]) -> list[int]:
 
 
 def run(
-    groups: list[list[Shape]], budget: int, lookahead: float = 1.0, *, whole: bool = False, **changes: float
+    groups: list[list[Shape]], budget: int, lookahead: float = 1.0, *, whole: bool = False, **changes: Any
 ) -> tuple[list[MicroBatch], list[MicroBatch]]:
-    settings = {"token_budget": budget, "lookahead": lookahead, **changes}
-    batcher = MicroBatcher(BatchingSettings.model_validate(settings), whole)
+    batcher = MicroBatcher(BatchingSettings(token_budget=budget), whole, lookahead=lookahead, **changes)
     early: list[MicroBatch] = []
     number = 0
     for group in groups:
@@ -88,7 +87,7 @@ def test_the_cut_does_not_depend_on_anything_but_the_samples() -> None:
 
 
 def test_a_trainer_with_nothing_to_do_gets_what_is_held_from_one_budget_on() -> None:
-    batcher = MicroBatcher(BatchingSettings(token_budget=20, lookahead=4.0, fixed_cost_fraction=0.9))
+    batcher = MicroBatcher(BatchingSettings(token_budget=20), lookahead=4.0, fixed_cost_fraction=0.9)
     batcher.hold([training_sample(number, prompt=1, tokens=4) for number in range(3)])
     assert batcher.cut_for_idle() is None
     batcher.hold([training_sample(number, prompt=1, tokens=4) for number in range(3, 5)])

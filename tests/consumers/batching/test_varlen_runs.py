@@ -56,7 +56,7 @@ def test_the_fullest_share_is_as_small_as_neighbours_allow(found: list[int], ran
 
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 120), st.booleans(), ranks)
 def test_a_batcher_that_packs_counts_no_padding(found: list[int], budget: int, whole: bool, ranks: int) -> None:
-    batcher = MicroBatcher(BatchingSettings(token_budget=budget, lookahead=1.5), whole, ranks, "varlen")
+    batcher = MicroBatcher(BatchingSettings(token_budget=budget), whole, ranks, "varlen", lookahead=1.5)
     batches = [
         batch for row, tokens in enumerate(found) for batch in batcher.hold([training_sample(row, tokens=tokens)])
     ]

@@ -10,6 +10,7 @@ from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Outgoing, Record
 from streamrl.consumers.ingest.filters import IntakeRules
 from streamrl.consumers.ingest.frontier import Frontier
+from streamrl.consumers.ingest.limits import LIMITS, IntakeLimits
 from streamrl.consumers.ingest.reader import ReaderSnapshot, ReadStream, TrajectoryReader
 from streamrl.consumers.ingest.settings import IngestSettings
 from streamrl.consumers.ingest.versions import OwnVersions
@@ -42,12 +43,13 @@ class ReaderHarness:
         after: ReaderSnapshot | None = None,
         weights: dict[str, float] | None = None,
         algorithm: str = "grpo",
+        limits: IntakeLimits = LIMITS,
         **settings: Any,
     ) -> TrajectoryReader:
         ingest = IngestSettings(**settings)
         return TrajectoryReader(
             ReadStream(self.bus, RUN, RUN, algorithm),
-            IntakeRules(LOOP, ingest, weights or {}),
+            IntakeRules(LOOP, ingest, weights or {}, limits=limits),
             OwnVersions(lambda: self.version, ingest.max_age(LOOP)),
             lambda: self.version.number,
             after,

@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 
 from streamrl.consumers.ingest.filters import CircuitBreaker
+from streamrl.consumers.ingest.limits import IntakeLimits
 from streamrl.schemas.errors import BadInput
 from streamrl.schemas.reports import SkipReason
 from streamrl.schemas.trajectories import FinishReason
@@ -10,7 +11,7 @@ from tests.consumers.ingest.reader_harness import ReaderHarness, next_group
 
 
 def breaker(max_consecutive: int = 50, max_share: float = 0.01) -> CircuitBreaker:
-    return CircuitBreaker("undecodable records", max_consecutive, max_share)
+    return CircuitBreaker("undecodable records", max_consecutive, max_share, "correct them")
 
 
 def test_more_than_the_allowed_number_in_a_row_trips_it() -> None:
@@ -31,10 +32,19 @@ def test_a_good_record_ends_the_row() -> None:
 def test_a_share_is_judged_only_from_a_hundred_records_on() -> None:
     found = breaker()
     for number in range(98):
-        found.good() if number % 20 else found.failed("x")
+        found.good() if number % 8 else found.failed("x")
     with pytest.raises(BadInput, match="the latest: p/0/0: bad"):
         for _ in range(2):
             found.failed("p/0/0: bad")
+
+
+def test_a_few_faults_are_no_share_however_few_records_there_are() -> None:
+    found = breaker()
+    for number in range(200):
+        found.good() if number % 20 else found.failed("x")
+    assert found.bad == 10
+    with pytest.raises(BadInput, match="11 among the last 201"):
+        found.failed("x")
 
 
 def test_one_in_a_hundred_is_allowed_and_old_faults_are_forgotten() -> None:
@@ -58,7 +68,7 @@ REFUSED: dict[str, Any] = {
 async def test_refused_prompts_are_skipped_by_that_name_and_all_of_them_end_the_trainer() -> None:
     """In a row, by prompts and not by samples; nothing of the last one is left without an outcome."""
     harness = ReaderHarness()
-    reader = harness.reader(max_consecutive_poison=5)
+    reader = harness.reader(limits=IntakeLimits(max_consecutive_faults=5))
     async with harness.running(reader):
         for number in range(6):
             await harness.publish_group(number, **REFUSED)
@@ -74,7 +84,7 @@ async def test_refused_prompts_are_skipped_by_that_name_and_all_of_them_end_the_
 
 async def test_a_share_of_refused_prompts_lets_the_others_be_trained_until_hardly_any_is_left() -> None:
     harness, taken = ReaderHarness(), 0
-    reader = harness.reader(max_refused_share=0.8)
+    reader = harness.reader(limits=IntakeLimits(max_refused_share=0.8))
     async with harness.running(reader):
         for number in range(160):
             await harness.publish_group(number, **({} if number % 4 == 0 else REFUSED))

@@ -114,16 +114,11 @@ async def test_repeats_are_skipped_as_duplicates_wherever_they_come() -> None:
     ]
 
 
-@pytest.mark.parametrize("policy", ["train", "skip"])
-async def test_orphans_are_trained_or_skipped_as_the_settings_say(policy: str) -> None:
+async def test_samples_of_weights_that_a_crash_lost_are_trained() -> None:
     harness = ReaderHarness(version=PolicyVersion(2, 3))
-    async with harness.running(harness.reader(orphan_lineage=policy)) as reader:
+    async with harness.running(harness.reader()) as reader:
         await harness.publish_group(0, versions=(PolicyVersion(1, 4),))
-        if policy == "train":
-            assert len((await next_group(reader)).samples) == 2
-        else:
-            await harness.until(lambda: reader.ledger.counts().skipped == 2)
-            assert set(harness.reasons().values()) == {SkipReason.ORPHAN_LINEAGE}
+        assert len((await next_group(reader)).samples) == 2
 
 
 async def test_a_sample_that_cannot_belong_to_its_group_is_poison_and_does_not_count() -> None:
@@ -143,25 +138,17 @@ async def test_samples_with_every_field_at_its_edge_are_taken() -> None:
     assert all(found.trajectory.token_ids.size == 0 for found in group.samples)
 
 
-async def test_what_an_arm_sampled_is_as_old_as_its_order_and_skipped_where_only_own_behaviour_is_trained() -> None:
+async def test_what_an_arm_sampled_is_as_old_as_its_order() -> None:
     of_arm: dict[str, Any] = {
         "policy": "rloo",
         "versions": (PolicyVersion(7, 900),),  # of its own count, which says nothing here
         "admitted_version": PolicyVersion(1, 4),
     }
     harness = ReaderHarness(version=PolicyVersion(1, 6))
-    async with harness.running(harness.reader(orphan_lineage="skip")) as reader:
+    async with harness.running(harness.reader()) as reader:
         await harness.publish_group(0, **of_arm)
         assert (await next_group(reader)).group_id == "d/0/0"
         await harness.publish_group(1, **of_arm | {"admitted_version": PolicyVersion(1, 3)})
         await harness.publish_group(2, versions=(PolicyVersion(1, 6),))
         assert (await next_group(reader)).group_id == "d/2/0"
     assert {(row.group_id, row.reason) for row in harness.skips()} == {("d/1/0", SkipReason.STALE)}
-    harness = ReaderHarness(version=PolicyVersion(1, 6))
-    async with harness.running(harness.reader(other_behaviour="skip")) as reader:
-        await harness.publish_group(0, **of_arm)
-        await harness.publish_group(1, **of_arm | {"policy": "policy"})  # this trainer's own, as an arm
-        assert (await next_group(reader)).group_id == "d/1/0"
-    (row, *_) = harness.skips()
-    assert (row.group_id, row.reason) == ("d/0/0", SkipReason.FILTERED)
-    assert "arm rloo; ingest.other_behaviour is skip" in row.detail

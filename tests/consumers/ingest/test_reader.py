@@ -1,11 +1,11 @@
 import asyncio
 import time
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
 from streamrl.bus.port import Outgoing, TopicPartition
-from streamrl.consumers.ingest.settings import IngestSettings
+from streamrl.consumers.ingest.limits import IntakeLimits
 from streamrl.schemas.errors import BadInput, BusUnavailable, LifecycleError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import SkipReason
@@ -15,6 +15,9 @@ from tests.consumers.ingest.reader_harness import LOOP, ReaderHarness, checkpoin
 from tests.fakes.subscription import PacedBus
 from tests.producers.dispatch.dispatcher_harness import order
 from tests.progress import within
+
+FULL = IntakeLimits(max_poll_records=2, high_water_bytes=2, low_water_bytes=1)
+"""Reading pauses as soon as a group is ready."""
 
 
 async def test_groups_are_handed_out_oldest_first_whatever_their_arrival() -> None:
@@ -157,7 +160,7 @@ async def test_a_group_that_became_too_old_is_skipped_at_hand_out() -> None:
 
 async def test_every_record_read_is_trained_skipped_or_pending() -> None:
     harness = ReaderHarness()
-    async with harness.running(harness.reader(max_undecodable_share=1.0)) as reader:
+    async with harness.running(harness.reader()) as reader:
         for number in range(6):
             await harness.publish_group(number, partition=number % LOOP.trajectory_partitions)
         await harness.send(Outgoing(harness.topic, b"junk", None, 1))
@@ -230,8 +233,8 @@ async def test_reading_pauses_above_the_high_water_mark() -> None:
     for number in range(20):
         await harness.publish_group(number)
     one = len(harness.bus.log(harness.topic).partitions[0][0].value or b"")
-    settings: dict[str, Any] = {"high_water_bytes": 7 * one, "low_water_bytes": 3 * one, "max_poll_records": 2}
-    async with harness.running(harness.reader(**settings)) as reader:
+    limits = IntakeLimits(max_poll_records=2, high_water_bytes=7 * one, low_water_bytes=3 * one)
+    async with harness.running(harness.reader(limits=limits)) as reader:
         await harness.until_read(reader, 8)
         await asyncio.sleep(0.3)
         assert reader.ledger.counts().read <= 8
@@ -248,7 +251,7 @@ async def test_a_memory_full_of_incomplete_groups_is_read_over() -> None:
     harness = ReaderHarness()
     for index in (0, 1):
         await harness.publish(*(trajectory(f"d/{number}/0", index) for number in range(20)))
-    async with harness.running(harness.reader(high_water_bytes=2, low_water_bytes=1, max_poll_records=2)) as reader:
+    async with harness.running(harness.reader(limits=FULL)) as reader:
         names = {(await next_group(reader)).group_id for _ in range(20)}
     assert len(names) == 20
 
@@ -257,8 +260,7 @@ async def test_no_group_is_closed_while_its_siblings_cannot_be_read() -> None:
     harness = ReaderHarness()
     await harness.publish(trajectory("d/0/0", 0))
     await harness.publish_group(1)
-    settings: dict[str, Any] = {"high_water_bytes": 2, "low_water_bytes": 1, "max_poll_records": 3}
-    async with harness.running(harness.reader(**settings)) as reader:
+    async with harness.running(harness.reader(limits=replace(FULL, max_poll_records=3))) as reader:
         await harness.until_read(reader, 3)
         await harness.publish(trajectory("d/0/0", 1))
         await _pass_by(harness, 100)
@@ -269,16 +271,16 @@ async def test_no_group_is_closed_while_its_siblings_cannot_be_read() -> None:
 
 
 def test_pausing_needs_a_ready_group_and_lasts_until_the_low_mark() -> None:
-    settings = IngestSettings(high_water_bytes=100, low_water_bytes=50)
+    limits = IntakeLimits(high_water_bytes=100, low_water_bytes=50)
     cases = {(False, 101, True): True, (False, 100, True): False, (True, 50, True): True, (True, 49, True): False}
     for (paused, held, ready), expected in cases.items():
-        assert settings.should_pause(paused, held, has_ready=ready) is expected
-    assert not settings.should_pause(True, 10_000, has_ready=False)
+        assert limits.should_pause(paused, held, has_ready=ready) is expected
+    assert not limits.should_pause(True, 10_000, has_ready=False)
 
 
 async def test_the_reader_s_failure_reaches_the_trainer_as_it_was() -> None:
     harness = ReaderHarness()
-    reader = harness.reader(max_consecutive_poison=3)
+    reader = harness.reader(limits=IntakeLimits(max_consecutive_faults=3))
     async with harness.running(reader):
         waiting = asyncio.create_task(reader.next_group())
         for _ in range(4):
@@ -318,8 +320,7 @@ async def test_lag_counts_what_is_not_finished_by_partition_and_bucket() -> None
         metrics = await reader.metrics()
         assert (metrics["kafka/lag/bucket_0"], metrics["kafka/lag/bucket_1"]) == (2.0, 0.0)
         assert (metrics["kafka/finished/bucket_0"], metrics["kafka/finished/bucket_1"]) == (0.0, 2.0)
-        await reader.commit()
-    assert harness.bus.committed == {("r.grpo", TopicPartition(harness.topic, 3)): 2}
+        assert reader.offsets() == {TopicPartition(harness.topic, 3): 2}
 
 
 async def times_its_decoding() -> float:
@@ -374,7 +375,7 @@ async def test_a_memory_full_of_groups_for_later_steps_is_read_over() -> None:
     for number in range(5):
         await harness.publish_group(number, due_step=2)
     await harness.publish_group(9, due_step=1)
-    async with harness.running(harness.reader(high_water_bytes=2, low_water_bytes=1, max_poll_records=2)) as reader:
+    async with harness.running(harness.reader(limits=FULL)) as reader:
         assert (await next_group(reader)).group_id == "d/9/0"
 
 
@@ -382,7 +383,7 @@ async def test_a_full_memory_ends_the_waiting_for_what_was_there() -> None:
     harness = ReaderHarness(PacedBus(max_records=1))
     for number in (5, 4, 3, 2):
         await harness.publish_group(number)
-    async with harness.running(harness.reader(high_water_bytes=2, low_water_bytes=1)) as reader:
+    async with harness.running(harness.reader(limits=replace(FULL, max_poll_records=500))) as reader:
         assert (await next_group(reader)).group_id == "d/5/0"
 
 

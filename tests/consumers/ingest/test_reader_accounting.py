@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from streamrl.bus.port import Outgoing
 from streamrl.consumers.batching.micro_batches import Group
+from streamrl.consumers.ingest.limits import IntakeLimits
 from streamrl.consumers.ingest.reader import ReaderSnapshot, TrajectoryReader
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import SkipReason
@@ -22,18 +23,12 @@ NOW = PolicyVersion(2, 5)
 KINDS: dict[str, dict[str, Any]] = {
     "good": {},
     "stale": {"versions": (PolicyVersion(2, 2), NOW)},
-    "orphan": {"versions": (PolicyVersion(1, 9),)},
     "unrewarded": {"rewards": {"exact": None}},
     "aborted": {"tokens": 0, "finish_reason": FinishReason.ABORT, "rewards": {}},
     "foreign": {"trajectory_id": "elsewhere/7"},
 }
 TRAINABLE = {"good"}
-SETTINGS: dict[str, Any] = {
-    "orphan_lineage": "skip",
-    "max_consecutive_poison": 1000,
-    "max_undecodable_share": 1.0,
-    "max_unrewarded_share": 1.0,
-}
+LENIENT = IntakeLimits(max_consecutive_faults=1000, max_undecodable_share=1.0)
 
 Event = tuple[str, int, int, int]
 """Kind, group, sample index, partition."""
@@ -85,7 +80,7 @@ async def live(
     harness: ReaderHarness, start: ReaderSnapshot | None, count: int, chosen: list[str], trainer: Trainer
 ) -> ReaderSnapshot:
     """One process of a reader, until it is killed: reads ``count`` records, closes what is incomplete, trains."""
-    reader = harness.reader(start, **SETTINGS)
+    reader = harness.reader(start, limits=LENIENT, max_unrewarded_share=1.0)
     reading = asyncio.create_task(reader.run(asyncio.Event()))
     await harness.until_read(reader, count)
     await asyncio.sleep(0.01)
@@ -138,7 +133,7 @@ def test_every_kind_of_record_has_the_outcome_it_deserves() -> None:
         *(("good", 1, index, 1) for index in (0, 1)),
         *(("good", 2, index, 2) for index in (0, 2)),
         ("stale", 2, 1, 2),
-        *((kind, 3, index, 3) for index, kind in enumerate(("orphan", "unrewarded", "aborted"))),
+        *((kind, 3, index, 3) for index, kind in enumerate(("unrewarded", "aborted", "aborted"))),
         ("foreign", 4, 0, 0),
         ("junk", 4, 1, 0),
         ("good", 4, 2, 0),
@@ -155,8 +150,7 @@ def test_every_kind_of_record_has_the_outcome_it_deserves() -> None:
         "trained": 3,
         "duplicate": 1,
         "group_incomplete": 1,
-        "orphan_lineage": 1,
-        "poison": 4,
+        "poison": 5,
         "stale": 3,
         "zero_advantage": 2,
     }

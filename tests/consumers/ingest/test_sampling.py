@@ -103,7 +103,7 @@ def test_expired_groups_are_handed_out_first(groups: list[tuple[int, int]], keep
 
 def test_a_priority_goes_before_age_and_equal_ones_do_not_depend_on_arrival() -> None:
     assert absolute_advantage([0.0, 1.0, 1.0, 0.0], []) == 0.5
-    settings = IngestSettings(sampling="priority")
+    settings = IngestSettings(sampling="absolute_advantage")
     orders = set()
     for seed in range(6):
         window = open_window(LOOP, settings, lambda: 1)
@@ -127,14 +127,14 @@ def unable(rewards: Any, trajectories: Any) -> float:
 
 def test_a_priority_of_ones_own_is_a_function_by_its_path() -> None:
     here = "tests.consumers.ingest.test_sampling"
-    window = open_window(LOOP, IngestSettings(sampling="priority", priority=f"{here}:shortest"), lambda: 1)
+    window = open_window(LOOP, IngestSettings(sampling=f"{here}:shortest"), lambda: 1)
     for number, tokens in enumerate((9, 3, 5)):
         window.push(group(number, 0, tokens=tokens))
     assert names(window, 3) == ["1", "2", "0"]
     with pytest.raises(SettingsError, match=r"finite number for group d/7/0, got KeyError: 'nothing'; correct"):
-        open_window(LOOP, IngestSettings(sampling="priority", priority=f"{here}:unable"), lambda: 1).push(group(7, 0))
+        open_window(LOOP, IngestSettings(sampling=f"{here}:unable"), lambda: 1).push(group(7, 0))
     with pytest.raises(SettingsError, match="expected a function 'none'"):
-        open_window(LOOP, IngestSettings(sampling="priority", priority=f"{here}:none"), lambda: 1)
+        open_window(LOOP, IngestSettings(sampling=f"{here}:none"), lambda: 1)
 
 
 async def publish(harness: ReaderHarness, *versions: int) -> None:

@@ -32,21 +32,8 @@ def test_an_empty_completion_is_as_old_as_its_order() -> None:
 
 
 def test_a_trajectory_is_kept_up_to_the_bound_and_skipped_beyond_it() -> None:
-    rule = StalenessRule(4, "train", origin=v(0))
+    rule = StalenessRule(4)
     assert rule.violation(trajectory(versions=(v(6),)), CURRENT) is None
     violation = rule.violation(trajectory(versions=(v(5),)), CURRENT)
     assert violation is not None
     assert violation[0] is SkipReason.STALE
-
-
-@pytest.mark.parametrize(
-    ("version", "orphan"), [(v(9, lineage=1), True), (v(8, lineage=1), False), (v(9), False), (v(10), False)]
-)
-def test_weights_beyond_the_point_of_restart_are_orphans_of_an_older_lineage(
-    version: PolicyVersion, orphan: bool
-) -> None:
-    found = trajectory(versions=(version,))
-    skipping, training = (StalenessRule(4, policy, origin=v(8)) for policy in ("skip", "train"))
-    violation = skipping.violation(found, CURRENT)
-    assert (violation is not None and violation[0] is SkipReason.ORPHAN_LINEAGE) == orphan
-    assert training.violation(found, CURRENT) is None

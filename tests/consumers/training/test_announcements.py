@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from streamrl.bus.port import Outgoing, TopicPartition
-from streamrl.consumers.training.announcer import Announcements, Check, no_check
+from streamrl.consumers.training.announcer import Announcements, StepAnnouncer
 from streamrl.schemas.errors import BusError
 from tests.progress import within
 
 
-class SlowAnnouncer:
+class SlowAnnouncer(StepAnnouncer):
     """Announces when it is let go; fails if it was told to."""
 
     def __init__(self) -> None:
@@ -17,9 +17,6 @@ class SlowAnnouncer:
         self.error: BusError | None = None
         self.keys: list[str | None] = []
         self.closed = False
-
-    def guard_with(self, check: Check, elsewhere: Check = no_check) -> None:
-        raise AssertionError("nobody claims a lineage here")
 
     async def announce(self, records: Sequence[Outgoing], offsets: Mapping[TopicPartition, int]) -> None:
         await self.let_go.wait()

@@ -1,7 +1,7 @@
 import pytest
 
 from streamrl.bus.port import Outgoing, TopicPartition
-from streamrl.consumers.training.announcer import ATTEMPTS, TransactionalAnnouncer, open_announcer
+from streamrl.consumers.training.announcer import ATTEMPTS, StepAnnouncer, open_announcer
 from streamrl.schemas.errors import BusError, BusUnavailable, DeliveryUnknown, Superseded
 from tests.fakes.transactions import AnsweringBus
 
@@ -15,10 +15,9 @@ def bus(*answers: BusError | Superseded | None, arrives: bool = False) -> Answer
     return found
 
 
-async def announcer(moody: AnsweringBus, *, superseded: bool = False) -> tuple[TransactionalAnnouncer, list[float]]:
+async def announcer(moody: AnsweringBus, *, superseded: bool = False) -> tuple[StepAnnouncer, list[float]]:
     """With the pauses it made."""
-    found = await open_announcer(moody, "transaction", "r", "grpo")
-    assert isinstance(found, TransactionalAnnouncer)
+    found = await open_announcer(moody, "r", "grpo")
     pauses: list[float] = []
 
     async def pause(seconds: float) -> None:
@@ -95,17 +94,3 @@ async def test_a_refusal_is_not_tried_again() -> None:
     with pytest.raises(BusError, match="too large"):
         await found.announce([RECORD], {})
     assert pauses == []
-
-
-async def test_a_plain_announcement_asks_the_lineage_each_time() -> None:
-    moody = bus()
-    found = await open_announcer(moody, "plain", "r", "grpo")
-    await found.announce([RECORD], {PLACE: 7})
-    assert (values(moody), moody.committed, moody.opened) == ([b"report"], {}, 0)
-
-    async def superseded() -> None:
-        raise Superseded("a newer lineage exists")
-
-    found.guard_with(superseded)
-    with pytest.raises(Superseded):
-        await found.announce([RECORD], {})

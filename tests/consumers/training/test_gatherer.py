@@ -24,7 +24,7 @@ from tests.consumers.training.trainer_harness import LOOP, TRAINING, TrainerHarn
 
 GROUPS = 8
 STEPS = 3
-NARROW = BatchingSettings(token_budget=48, lookahead=1.0)
+NARROW: dict[str, Any] = {"batching": BatchingSettings(token_budget=48), "lookahead": 1.0}
 
 
 @dataclass
@@ -72,7 +72,7 @@ async def trained(
         loop=loop(mode),
         algorithm=algorithm,
         training=TRAINING.model_copy(update={"max_steps": STEPS}),
-        batching=NARROW,
+        **NARROW,
         failpoint=passed,
     )
     async with harness.running(trainer):
@@ -108,7 +108,7 @@ async def test_stream_trains_what_synchronous_does_and_its_gradient_equals_it(
 @pytest.mark.parametrize("mode", ["stream", "one_step_async", "trajectory_async"])
 async def test_training_starts_on_the_first_trajectories(tmp_path: Path, model_path: Path, mode: str) -> None:
     harness, passed = TrainerHarness.make(tmp_path, model_path), Passed()
-    async with harness.running(harness.trainer(loop=loop(mode), batching=NARROW, failpoint=passed)):
+    async with harness.running(harness.trainer(loop=loop(mode), **NARROW, failpoint=passed)):
         for number in range(GROUPS - 1):
             await harness.publish(*trajectories(number))
         await harness.until(lambda: Failpoint.GRADIENT_ADDED in passed.points)
@@ -116,7 +116,7 @@ async def test_training_starts_on_the_first_trajectories(tmp_path: Path, model_p
 
 async def test_synchronous_waits_for_the_last_trajectory(tmp_path: Path, model_path: Path) -> None:
     harness, passed = TrainerHarness.make(tmp_path, model_path), Passed()
-    async with harness.running(harness.trainer(loop=loop("synchronous"), batching=NARROW, failpoint=passed)):
+    async with harness.running(harness.trainer(loop=loop("synchronous"), **NARROW, failpoint=passed)):
         for number in range(GROUPS - 1):
             await harness.publish(*trajectories(number))
         await harness.until(lambda: passed.points.count(Failpoint.GROUP_TAKEN) == GROUPS - 1)

@@ -91,7 +91,6 @@ def settings_of(name: str, teacher: Path) -> AlgorithmSettings:
         "distillation": {"teacher": {"path": str(teacher)}},
         "ppo": {"critic": {"learning_rate": 2e-2}},
         # The teacher's and the pairs' losses are of another size than a centred reward's.
-        "rft": {"selection": {"keep_best": 2}},
     }
     return AlgorithmSettings.model_validate({"name": name, **own.get(name, {})})
 

@@ -92,11 +92,12 @@ async def test_the_group_of_a_sample_that_does_not_fit_is_skipped_and_its_step_t
     def fits(batch: MicroBatch) -> bool:
         return too_long.trajectory_id not in {ref.trajectory_id for ref in batch.refs}
 
-    batching, taken = BatchingSettings(token_budget=budget, lookahead=1.0), STEPS - 1
-    expected = await record(tmp_path / "without", model_path, others, batching=batching, steps=taken)
+    taken = STEPS - 1
+    narrow: dict[str, Any] = {"batching": BatchingSettings(token_budget=budget), "lookahead": 1.0, "steps": taken}
+    expected = await record(tmp_path / "without", model_path, others, **narrow)
     with monkeypatch.context() as patch:
         failed = only_what_fits(patch, fits)
-        run = await record(tmp_path / "with", model_path, groups, batching=batching, steps=taken)
+        run = await record(tmp_path / "with", model_path, groups, **narrow)
     assert failed
     harness = run.harness
     for one, other in zip(expected.harness.reports(), harness.reports(), strict=True):

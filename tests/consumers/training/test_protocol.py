@@ -11,7 +11,6 @@ import pytest
 
 from streamrl.bus.port import Outgoing
 from streamrl.consumers.algorithms.settings import AlgorithmSettings
-from streamrl.consumers.ingest.settings import IngestSettings
 from streamrl.consumers.training.failpoints import Failpoint
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.trajectories import FinishReason
@@ -66,8 +65,7 @@ async def fill(harness: TrainerHarness) -> None:
 
 
 async def live(harness: TrainerHarness, plan: CrashPlan) -> None:
-    ingest = IngestSettings(max_undecodable_share=1.0)
-    trainer = harness.trainer(algorithm=ALGORITHM, training=SHORT, loop=STRICT, ingest=ingest, failpoint=plan)
+    trainer = harness.trainer(algorithm=ALGORITHM, training=SHORT, loop=STRICT, failpoint=plan)
     await within(trainer.run(plan.stop), 20)
 
 

@@ -27,7 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ppo, own critic": {"name": "ppo", "critic": {**CRITIC, "trunk": "own"}},
     "ppo, KL in the reward": {"name": "ppo", "beta": 0.1, "kl_in_reward": True, "critic": CRITIC},
     "dpo": {"name": "dpo"},
-    "ipo, averaged": {"name": "ipo", "preference": {"length_average": True}},
+    "ipo": {"name": "ipo"},
     "reinforce++": {"name": "reinforce_plus_plus"},
     "epochs": {"ratio": "proximal", "num_iterations": 2, "num_mini_batches": 2, "beta": 0.05},
     "dpo, epochs": {"name": "dpo", "num_iterations": 2, "num_mini_batches": 3},
@@ -194,7 +194,7 @@ def test_a_critic_comes_to_know_the_returns_and_leaves_the_policy_alone(model_pa
     assert last["critic/explained_variance"] > 0.3
     assert last["critic/loss"] < 0.6 * first["critic/loss"]
     # Without credit there is nothing for the policy to learn, whatever the critic does.
-    still = make_learner(model_path, {"name": "ppo", "whiten_advantages": False, "critic": CRITIC})
+    still = make_learner(model_path, {"name": "ppo", "critic": CRITIC})
     before = {name: tensor.clone() for name, tensor in still.model.state_dict().items()}
     still.accumulate(make_micro_batch(4, advantages=[0.0] * 4))
     still.finish_step(0.0)

@@ -40,7 +40,7 @@ def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRunFiles:
     algorithm = AlgorithmSettings(ratio="proximal", importance_sampling_cap=1e9, mask_truncated_completions=True)
 
     async def made() -> RecordedRunFiles:
-        training = KEPT.model_copy(update={"max_grad_norm_ratio": 0.0})  # or the bad step would be refused
+        training = KEPT.model_copy(update={"max_grad_norm": 1e9})  # or the bad step would be refused
         recorded = await record(directory, model, groups, crash_at=8, algorithm=algorithm, training=training)
         settings = Settings.model_validate(
             {

@@ -16,21 +16,21 @@ STEPS, BAD_STEP, CULPRIT = 14, 13, "p/25/0/1"
 UNGUARDED = AlgorithmSettings(ratio="proximal", importance_sampling_cap=None, scale_rewards="none")
 
 
-async def poisoned(tmp_path: Path, model_path: Path, *, spike: float, reward: float) -> Recorded:
+async def poisoned(tmp_path: Path, model_path: Path, *, is_refused: bool, reward: float) -> Recorded:
     """One sample's log-probs are far too low, so that its ratio explodes."""
     groups = usual_groups(STEPS)
     group, index = 25, 1
     bad = groups[group][index]
     groups[group][index] = bad.replace(logprobs=bad.logprobs - np.float32(9.0), rewards={"exact": reward})
     assert bad.trajectory_id == CULPRIT
-    training = KEPT.model_copy(update={"max_grad_norm_ratio": spike})
-    if spike:  # two groups never make a step
+    training = KEPT.model_copy(update={} if is_refused else {"max_grad_norm": 1e9})
+    if is_refused:  # two groups never make a step
         groups += usual_groups(STEPS + 1)[-2:]
     return await record(tmp_path, model_path, groups, algorithm=UNGUARDED, training=training, steps=STEPS)
 
 
 async def test_a_planted_trajectory_is_found_in_a_step_that_was_taken(tmp_path: Path, model_path: Path) -> None:
-    run = await poisoned(tmp_path, model_path, spike=0.0, reward=60.0)
+    run = await poisoned(tmp_path, model_path, is_refused=False, reward=60.0)
     async with run.replayer() as replayer:
         log = await replayer.log()
         found = await find_gradient_outliers(replayer, log, taken_step(log, BAD_STEP))
@@ -54,7 +54,7 @@ async def test_a_planted_trajectory_is_found_in_a_step_that_was_taken(tmp_path: 
 
 
 async def test_a_planted_trajectory_is_found_in_a_step_that_was_refused(tmp_path: Path, model_path: Path) -> None:
-    run = await poisoned(tmp_path, model_path, spike=100.0, reward=5.0)
+    run = await poisoned(tmp_path, model_path, is_refused=True, reward=5.0)
     async with run.replayer() as replayer:
         log = await replayer.log()
         refused = refused_step(log, BAD_STEP, attempt=1)

@@ -11,6 +11,7 @@ from streamrl.bus.clocks import Clocks
 from streamrl.bus.port import message_of
 from streamrl.consumers.algorithms.settings import AlgorithmSettings
 from streamrl.consumers.batching.settings import BatchingSettings
+from streamrl.consumers.ingest.limits import IntakeLimits
 from streamrl.consumers.ingest.settings import IngestSettings
 from streamrl.consumers.training.failpoints import Failpoint
 from streamrl.consumers.training.ports import RestoredCheckpoint
@@ -192,10 +193,7 @@ class Crew:
                 weight_sync_steps=setup.weight_sync_steps,
             ),
             ingest=IngestSettings(
-                orphan_lineage="skip" if setup.orphans == "skip" else "train",
-                max_undecodable_share=1.0,
                 max_unrewarded_share=1.0,
-                max_consecutive_poison=10_000,
                 accept_loss=setup.accept_loss,
                 sampling=setup.takes,
                 passed_over=setup.passed_over,
@@ -204,6 +202,7 @@ class Crew:
             ),
             batching=BatchingSettings(token_budget=64),
             reward_weights={},
+            limits=IntakeLimits(max_consecutive_faults=10_000, max_undecodable_share=1.0),
         )
 
     def _dispatcher(self, clock: HostClock) -> Life:

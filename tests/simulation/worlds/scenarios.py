@@ -97,7 +97,6 @@ class Setup:
     token_s: float = 0.05
     compute_s: float = 0.05
     by_lineage: bool = False
-    orphans: str = "train"
     dynamic_sampling: bool = False
     fixed_batches: bool = False
     accept_loss: bool = False
@@ -427,7 +426,6 @@ SCENARIOS: dict[str, Scenario] = {
             "dynamic_sampling": False,
             "fixed_batches": False,
             "weight_sync_steps": 1,
-            "orphans": "train",
             "harm_for_s": 60.0,
             "harm_every_s": 1.5,
         },
@@ -515,7 +513,6 @@ def draw_setup(seed: int, scenario: str | None = None) -> Setup:
         token_s=chance.choice([0.02, 0.05, 0.15]),
         compute_s=chance.choice([0.02, 0.1]),
         by_lineage=chance.random() < 0.5,
-        orphans=chance.choice(["train", "train", "skip"]),
         dynamic_sampling=samples > 1 and chance.random() < 0.2,
     )
     drawn = replace(drawn, weight_sync_steps=chance.randint(1, min(2, drawn.max_staleness + 1)))

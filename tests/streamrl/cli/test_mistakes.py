@@ -61,7 +61,7 @@ SETTINGS = [
     ),
     ("weights for other rewards", "show --rewards.weights=[1,2]", "", "expected as many rewards.weights as functions"),
     ("a password without SASL", "show --kafka.sasl_plain_username me", "", 'kafka.security_protocol = "PLAINTEXT"'),
-    ("an overlong factor alone", "show --algorithm.overlong_factor 2", "", "no algorithm.overlong_l_max"),
+    ("an overlong cache alone", "show --algorithm.overlong_l_cache 2", "", "no algorithm.overlong_l_max"),
     ("descending boundaries", "show --loop.bucket_boundaries=[8,4]", "", "must be ascending"),
     ("a value left out", "show --loop.mode", "", "expected a value after --loop.mode, got the end of the command line"),
     ("a value left out before another", "show --loop.mode --run.seed 1", "", "after --loop.mode, got --run.seed"),
