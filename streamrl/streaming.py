@@ -13,7 +13,6 @@ from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.cluster import committed_offsets
 from streamrl.bus.port import Subscription, TopicPartition
 from streamrl.inspection.diagnostics.connect import connect
-from streamrl.inspection.source import RUNS
 from streamrl.schemas.errors import UserError, WireError
 from streamrl.schemas.topics import TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
@@ -59,9 +58,7 @@ async def stream(
         raise UserError(f"expected 0 <= rank < world_size, got rank {rank} and world_size {world_size}")
     if start == "committed" and group is None:
         raise UserError('expected a group with start="committed", got none; give one, or another start')
-    where = _path_of(run)
-    target = connect(where, "" if where else str(run), bootstrap_servers)
-    target = await target.with_run()
+    target = await connect(Path(run) if str(run) else None, bootstrap_servers).with_run()
     topic = target.name_of(TRAJECTORIES)
     first = {
         tp: offset for tp, offset in (await _beginnings(target.bus, topic)).items() if tp.partition % world_size == rank
@@ -120,11 +117,6 @@ class _Reader:
         with suppress(Exception):  # the caller has gone; uncommitted records are read again
             await self.commit()
         await self.subscription.close()
-
-
-def _path_of(run: str | Path) -> Path | None:
-    path = Path(run)
-    return path if str(run) and (path.exists() or (RUNS / path).exists()) else None
 
 
 async def _beginnings(bus: KafkaBus, topic: str) -> dict[TopicPartition, int]:

@@ -274,7 +274,7 @@ async def _train_until(
     state = RunState(run, settings.rewards.weight_by_name, run_parts(run))
     connection = RunConnection(kafka, run, settings)
     feed = await feed_of(connection, state, CLIENT_ID, lambda: REFRESH_S, WHOLE_RUN)
-    print(f"broker {address}; join with: streamrl worker {directory.config} {overrides[0]}")
+    print(f"broker {address}; join with: streamrl worker --run {directory.path}")
     for line in (line for feature in features() for line in feature.start.lines(settings)):
         print(line)
     started_at = time.monotonic()

@@ -77,7 +77,7 @@ class ChildSpecs:
 
     def audit(self, address: str) -> ChildSpec:
         """An audit during the run; the run continues without it."""
-        command = module_command("streamrl", "audit", str(self.directory.path), "--follow")
+        command = module_command("streamrl", "audit", "--run", str(self.directory.path), "--follow")
         command += ["--interval", str(AUDIT_EVERY_S)]
         placed = self.placement.others.environment
         environment = {**placed, "STREAMRL_KAFKA__BOOTSTRAP_SERVERS": address, **self.secrets}

@@ -15,12 +15,14 @@ from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.port import Bus, Outgoing, message_of
 from streamrl.inspection.diagnostics.connect import kafka_from_environment
-from streamrl.inspection.source import nodes_of, own_broker
+from streamrl.inspection.source import RUNS, directory_of, nodes_of, open_run, own_broker
 from streamrl.schemas.control import OperatorAction, OperatorCommand
-from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.errors import SettingsError, UserError
+from streamrl.schemas.identifiers import is_plain_name
 from streamrl.schemas.reports import Heartbeat, TrainerBeat, WorkerState
 from streamrl.schemas.topics import COMMANDS, HEARTBEATS
 from streamrl.settings.run_directory import RunDirectory
+from streamrl.settings.tree import Settings
 
 LISTEN_S = 3.0
 """Seconds to listen for heartbeats, which every living worker and trainer sends once a second."""
@@ -56,17 +58,27 @@ def broker_for(
         yield cluster.bootstrap_servers
 
 
-def existing_broker(bootstrap_servers: str | None, progress: Callable[[str], None]) -> str:
-    """The address of an existing broker, for a process that joins others.
+def existing_broker(settings: Settings, progress: Callable[[str], None]) -> str:
+    """The address of an existing broker, for a process that joins a run.
+
+    It is the configured one, else the run's own if the run is on this machine, else that of `streamrl kafka up`.
 
     Raises:
-        SettingsError: no broker is configured, and none was left running.
+        SettingsError: no broker is configured, and none is running.
     """
-    if address := bootstrap_servers or _left_running(progress):
+    directory = RunDirectory(settings.run.path)
+    if address := settings.kafka.bootstrap_servers or own_broker(directory) or _left_running(progress):
         return address
+    if nodes_of(directory):
+        raise SettingsError(
+            f"expected a running broker of run {settings.run.name}, got none: the run's own broker stops with it; "
+            f"continue the run with `streamrl run {directory.config}`, or start the broker alone with "
+            f"`streamrl kafka up --data-dir {directory.kafka}`"
+        )
     raise SettingsError(
-        "expected kafka.bootstrap_servers, got none: a single process joins others on their broker, which "
-        "`streamrl run` prints; set it to that address, or start a broker with `streamrl kafka up`"
+        f"expected a broker of run {settings.run.name}, got no kafka.bootstrap_servers, no broker in {directory.path} "
+        "and none of `streamrl kafka up`: name the run on this machine with --run, set kafka.bootstrap_servers to the "
+        "address that `streamrl run` prints, or start a broker with `streamrl kafka up`"
     )
 
 
@@ -79,31 +91,43 @@ def _left_running(progress: Callable[[str], None]) -> str | None:
 
 
 @contextmanager
-def broker_with(servers: str | None, run: RunDirectory, progress: Callable[[str], None]) -> Iterator[KafkaSettings]:
-    """The broker with the topics of a run.
+def broker_with(run: Path, servers: str | None, progress: Callable[[str], None]) -> Iterator[tuple[KafkaSettings, str]]:
+    """The broker with the topics of a run, and the run's name there.
 
-    It is the given one, else the run's own, which is started if necessary, else the one that `streamrl kafka up` left
-    running.
+    The broker is the given one, else the configured one, else the run's own, which is started if necessary, else the
+    one that `streamrl kafka up` left running.
 
     Raises:
         BrokerError: the run's own broker cannot be started.
         SettingsError: no broker is given, and the run has none.
+        UserError: ``run`` is neither a run on this machine nor a name.
     """
-    kafka = kafka_from_environment()
-    if address := servers or own_broker(run):
-        yield kafka.model_copy(update={"bootstrap_servers": address})
-    elif nodes := nodes_of(run):
+    directory, name, kafka = _topics_owner(run)
+    if address := servers or kafka.bootstrap_servers or own_broker(directory):
+        yield kafka.model_copy(update={"bootstrap_servers": address}), name
+    elif nodes := nodes_of(directory):
         from streamrl.bus.embedded.cluster import start_cluster
 
-        with start_cluster(data_dir=run.kafka, nodes=len(nodes), progress=progress) as cluster:
-            yield kafka.model_copy(update={"bootstrap_servers": cluster.bootstrap_servers})
+        with start_cluster(data_dir=directory.kafka, nodes=len(nodes), progress=progress) as cluster:
+            yield kafka.model_copy(update={"bootstrap_servers": cluster.bootstrap_servers}), name
     elif address := _left_running(progress):
-        yield kafka.model_copy(update={"bootstrap_servers": address})
+        yield kafka.model_copy(update={"bootstrap_servers": address}), name
     else:
         raise SettingsError(
-            f"expected a broker with the topics of the run, got no --bootstrap-servers, no data in {run.kafka} and no "
-            "running broker of `streamrl kafka up`; give it with --bootstrap-servers HOST:PORT"
+            f"expected a broker with the topics of run {name}, got no --bootstrap-servers, no data in "
+            f"{directory.kafka} and no running broker of `streamrl kafka up`; give it with --bootstrap-servers "
+            "HOST:PORT"
         )
+
+
+def _topics_owner(run: Path) -> tuple[RunDirectory, str, KafkaSettings]:
+    """A run's directory, its name on a broker, and how to reach that; the run need not be on this machine."""
+    if run.is_file() or directory_of(run) is not None:
+        past = open_run(run)
+        return past.directory, past.name, past.settings.kafka
+    if not is_plain_name(str(run)):
+        raise UserError(f"expected a run's directory, or its name (a-z, 0-9, '.', '_', '-'), got {str(run)!r}")
+    return RunDirectory(RUNS / run), str(run), kafka_from_environment()
 
 
 async def living_process(bus: Bus, run: str, listen_s: float = LISTEN_S) -> str | None:

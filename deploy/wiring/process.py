@@ -77,7 +77,7 @@ def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = Fal
     names = {"run": settings.run.name, "process": name} | ({"worker": name} if role == "worker" else {})
     log_file = RunDirectory(settings.run.path).logs / f"{name}.log" if settings.run.log_files else None
     configure_logging(names, logged, log_file)
-    address = existing_broker(settings.kafka.bootstrap_servers, print)
+    address = existing_broker(settings, print)
     # Settings are frozen, so the address goes into a copy, which everything below uses.
     settings = settings.model_copy(update={"kafka": settings.kafka.model_copy(update={"bootstrap_servers": address})})
     # Imported here, because it loads slowly, and `--help` and logging do not need it.

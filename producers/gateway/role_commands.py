@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from streamrl.cli.arguments import OVERRIDES, USAGE, split
+from streamrl.cli.arguments import OVERRIDES, USAGE, GivenRun, JoinedRun, role_settings
 
 
 class RoleGroup(TyperGroup):
@@ -22,10 +22,10 @@ class RoleGroup(TyperGroup):
 
 gateway = typer.Typer(
     cls=RoleGroup,
-    help="The gateway: an OpenAI-compatible API to a run's workers.\n\n`streamrl gateway CONFIG.TOML` starts it.",
+    help="The gateway: an OpenAI-compatible API to a run's workers.\n\n`streamrl gateway --run RUN` starts it.",
     subcommand_metavar="[COMMAND] [ARGS]...",
 )
-keys = typer.Typer(help="Make, list and remove the API keys of a run's gateway.", no_args_is_help=True)
+keys = typer.Typer(help="Add, list and remove the API keys of a run's gateway.", no_args_is_help=True)
 gateway.add_typer(keys, name="keys")
 
 
@@ -35,29 +35,25 @@ def register(app: typer.Typer) -> None:
 
 
 @gateway.command(context_settings=OVERRIDES, options_metavar="[OPTIONS]", epilog=f"Arguments: {USAGE}")
-def serve(context: typer.Context) -> None:
+def serve(context: typer.Context, run: JoinedRun = None) -> None:
     """Answer requests with a run's workers, until stopped.
 
     Completions that get feedback are trained on, if the requester consents.
     """
-    config, overrides = split(context.args)
+    settings = role_settings(run, context.args)
     # Imported here because ``--help`` also loads this module and should stay instant.
     from streamrl.deploy.wiring.process import run_role
-    from streamrl.settings.loading import load_settings
 
-    raise typer.Exit(run_role("gateway", load_settings(config, overrides), ""))
+    raise typer.Exit(run_role("gateway", settings, ""))
 
 
-RunPath = Annotated[
-    Path, typer.Option("--run", help="The run's directory, its name under runs/, or its configuration file.")
-]
 Limit = Annotated[int | None, typer.Option(min=1, help="No limit if not given.")]
 
 
 @keys.command()
 def add(
     name: Annotated[str, typer.Argument(help="Name of the key's holder.")],
-    run: RunPath,
+    run: GivenRun,
     train: Annotated[
         bool,
         typer.Option("--train/--no-train", help="The holder consents to training on completions that get feedback."),
@@ -80,8 +76,8 @@ def add(
     print(secret)
 
 
-@keys.command("list")
-def list_(run: RunPath) -> None:
+@keys.command("ls")
+def list_(run: GivenRun) -> None:
     """Print the holders of keys, with their limits and consent."""
     for key in _file(run).read():
         limits: dict[str, Any] = key.model_dump(
@@ -92,7 +88,7 @@ def list_(run: RunPath) -> None:
 
 
 @keys.command()
-def remove(name: Annotated[str, typer.Argument(help="Name of the key's holder.")], run: RunPath) -> None:
+def rm(name: Annotated[str, typer.Argument(help="Name of the key's holder.")], run: GivenRun) -> None:
     """Remove a key, which a running gateway refuses from then on."""
     _file(run).remove(name)
     print(f"removed: {name}")

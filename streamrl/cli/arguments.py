@@ -9,21 +9,31 @@ import ctypes
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from streamrl.schemas.errors import SettingsError
 
-# For commands that need a running broker, which they can find themselves.
-Where = Annotated[
+if TYPE_CHECKING:
+    from streamrl.settings.tree import Settings
+
+# One option names a run in every command. They differ in what they do without it.
+_A_RUN = "The run's directory, its name below runs/, or its configuration file"
+GivenRun = Annotated[Path, typer.Option("--run", metavar="RUN", help=f"{_A_RUN}.")]
+GivenRuns = Annotated[list[Path], typer.Option("--run", metavar="RUN", help=f"{_A_RUN}; may be repeated.")]
+LiveRun = Annotated[
     Path | None,
-    typer.Argument(
-        metavar="[RUN]",
+    typer.Option(
+        "--run",
+        metavar="RUN",
         help="The run's directory, name or configuration; default: the newest run whose broker is running.",
     ),
 ]
-RunName = Annotated[str, typer.Option("--run", help="Name of the run, if the broker holds several.")]
+JoinedRun = Annotated[
+    Path | None,
+    typer.Option("--run", metavar="RUN", help=f"{_A_RUN}: joins it with its settings, at its broker."),
+]
 Servers = Annotated[
     str | None,
     typer.Option(
@@ -74,8 +84,27 @@ def split(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
     return config, overrides
 
 
+def role_settings(run: Path | None, arguments: Sequence[str]) -> "Settings":
+    """Settings of a process that joins a run: those of ``run``, else of the configuration among the arguments.
+
+    Raises:
+        SettingsError: both are given, or a setting is wrong.
+        UserError: there is no such run on this machine.
+    """
+    config, overrides = split(arguments)
+    # Here and below, imports stand inside functions, so that ``--help``, which loads this module, stays instant.
+    from streamrl.settings.loading import load_settings
+
+    if run is None:
+        return load_settings(config, overrides)
+    if config is not None:
+        raise SettingsError(f"expected either --run or a configuration file, got --run {run} and {config}")
+    from streamrl.inspection.source import settings_to_join
+
+    return settings_to_join(run, overrides)
+
+
 def _is_secret(option: str) -> bool:
-    # Imported here, because it loads slowly and a command without options does not need it.
     from streamrl.settings.layers import is_secret_option
 
     return is_secret_option(option)

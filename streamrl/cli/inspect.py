@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from streamrl.cli.arguments import RunName, Servers, Where
+from streamrl.cli.arguments import GivenRun, GivenRuns, LiveRun, Servers
 from streamrl.inspection.process import (
     DISPLAY_NICENESS,
     NICENESS,
@@ -17,9 +17,6 @@ from streamrl.inspection.process import (
 )
 from streamrl.schemas.errors import UserError
 
-PastRun = Annotated[
-    Path, typer.Argument(metavar="RUN", help="The run's directory, its name under runs/, or its configuration file.")
-]
 Export = Annotated[Path | None, typer.Option(metavar="DIR", help="Read exported segments instead of a broker.")]
 
 
@@ -36,7 +33,9 @@ def register(app: typer.Typer) -> None:
 def audit(
     run: Annotated[
         Path | None,
-        typer.Argument(metavar="RUN", help="The run's directory, its name under runs/, or its configuration file."),
+        typer.Option(
+            "--run", metavar="RUN", help="The run's directory, its name below runs/, or its configuration file."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     export: Annotated[
@@ -102,7 +101,7 @@ dlq = typer.Typer(help="Look at dead letters, and send them again.", no_args_is_
 
 @dlq.command()
 def ls(
-    run: PastRun,
+    run: GivenRun,
     error_class: Annotated[str | None, typer.Option(help="Only this class of error, such as MalformedFrame.")] = None,
     since: Annotated[
         str | None, typer.Option(help="Only newer ones: a time span (30m, 2h, 1d), or an ISO date and time.")
@@ -120,8 +119,8 @@ def ls(
 # Not called ``show``, because that is this module's command for trajectories.
 @dlq.command("show")
 def dlq_show(
-    run: PastRun,
     offset: Annotated[int, typer.Argument(min=0, help="The letter's offset, as `ls` shows it.")],
+    run: GivenRun,
     export: Export = None,
 ) -> None:
     """Print a dead letter: headers, first bytes, if it decodes now."""
@@ -134,7 +133,7 @@ def dlq_show(
 # It has no ``--export``, because it writes records and exported files cannot take any.
 @dlq.command()
 def retry(
-    run: PastRun,
+    run: GivenRun,
     offsets: Annotated[
         list[int] | None, typer.Argument(min=0, help="The letters' offsets, as `ls` shows them.")
     ] = None,
@@ -156,8 +155,8 @@ def retry(
 
 
 def export(
-    run: PastRun,
-    to: Annotated[
+    run: GivenRun,
+    out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="An empty directory; default: export/ in the run's directory.")
     ] = None,
     encoding: Annotated[
@@ -177,7 +176,7 @@ def export(
     from streamrl.inspection.audit.command import export_run
 
     log_to_stderr()
-    raise typer.Exit(export_run(run, to, encoding, topics or []))
+    raise typer.Exit(export_run(run, out, encoding, topics or []))
 
 
 # `streamrl replay` and `streamrl show` look at past steps and trajectories and change nothing.
@@ -226,14 +225,14 @@ Gradients = Annotated[
 FromDlq = Annotated[
     bool, typer.Option("--from-dlq", help="Decode the dead letters again and show their effect, had they been trained.")
 ]
-Keep = Annotated[
+Out = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Write the steps' weights, gradients and updates to this directory.")
 ]
 Threads = Annotated[int | None, typer.Option(min=0, help="CPU threads; default: as many as the trainer's.")]
 
 
 def replay(
-    run: PastRun,
+    run: GivenRun,
     step: Step = None,
     steps: Steps = None,
     lineage: Lineage = None,
@@ -247,7 +246,7 @@ def replay(
     per_trajectory_gradients: Gradients = False,
     from_dlq: FromDlq = False,
     export: Export = None,
-    keep: Keep = None,
+    out: Out = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -268,7 +267,7 @@ def replay(
         gradients=GradientOptions(per_trajectory_gradients, bisect, above),
         from_dlq=from_dlq,
         export=export,
-        keep=keep,
+        out=out,
         threads=threads,
         json=json,
     )
@@ -279,7 +278,7 @@ def show(
     trajectory: Annotated[
         str, typer.Argument(metavar="TRAJECTORY", help="A trajectory's id or partition@offset, or a group's id.")
     ],
-    run: PastRun,
+    run: GivenRun,
     export: Export = None,
     json: Json = False,
 ) -> None:
@@ -300,7 +299,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def tail(
     topic: Annotated[str, typer.Argument(help="trajectories, steps, skips, control ..., or a full name.")],
-    where: Where = None,
+    run: LiveRun = None,
     start: Annotated[
         str, typer.Option("--from", help="beginning, latest, -100, an offset, 10m, or an ISO date and time.")
     ] = "-10",
@@ -313,7 +312,6 @@ def tail(
         bool, typer.Option("--follow", "-f", help="Print new records as they come, until Ctrl-C.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line, arrays included.")] = False,
-    run: RunName = "",
     bootstrap_servers: Servers = None,
 ) -> None:
     """Print the records of a topic, decoded, one line each.
@@ -326,10 +324,10 @@ def tail(
 
     log_to_stderr()
     request = TailRequest(topic, start, expression, partition or (), most, follow, as_json)
-    raise typer.Exit(print_records(connect(where, run, bootstrap_servers), request))
+    raise typer.Exit(print_records(connect(run, bootstrap_servers), request))
 
 
-def status(where: Where = None, run: RunName = "", bootstrap_servers: Servers = None, as_json: AsJson = False) -> None:
+def status(run: LiveRun = None, bootstrap_servers: Servers = None, as_json: AsJson = False) -> None:
     """Show the state of a run: step, workers, lag, skips.
 
     It prints version, step, workers, lag by length bucket, and trajectories in flight, trained and skipped.
@@ -338,13 +336,12 @@ def status(where: Where = None, run: RunName = "", bootstrap_servers: Servers = 
     from streamrl.inspection.diagnostics.status import show_status
 
     log_to_stderr()
-    raise typer.Exit(show_status(connect(where, run, bootstrap_servers), as_json=as_json))
+    raise typer.Exit(show_status(connect(run, bootstrap_servers), as_json=as_json))
 
 
 def lag(
-    where: Where = None,
+    run: LiveRun = None,
     interval: Annotated[float, typer.Option(min=0, max=60, help="Seconds over which rates are measured.")] = 2.0,
-    run: RunName = "",
     bootstrap_servers: Servers = None,
     as_json: AsJson = False,
 ) -> None:
@@ -356,10 +353,10 @@ def lag(
     from streamrl.inspection.diagnostics.lag import show_lag
 
     log_to_stderr()
-    raise typer.Exit(show_lag(connect(where, run, bootstrap_servers), interval, as_json=as_json))
+    raise typer.Exit(show_lag(connect(run, bootstrap_servers), interval, as_json=as_json))
 
 
-def doctor(where: Where = None, run: RunName = "", bootstrap_servers: Servers = None, as_json: AsJson = False) -> None:
+def doctor(run: LiveRun = None, bootstrap_servers: Servers = None, as_json: AsJson = False) -> None:
     """Check what a run needs, and say how to fix what fails.
 
     It checks broker, topics, sizes, codecs, clocks, disk, engine and GPU. Exit code 2 if a check fails.
@@ -367,15 +364,15 @@ def doctor(where: Where = None, run: RunName = "", bootstrap_servers: Servers = 
     from streamrl.inspection.diagnostics.doctor import run_doctor
 
     log_to_stderr()
-    raise typer.Exit(run_doctor(where, run, bootstrap_servers, as_json=as_json))
+    raise typer.Exit(run_doctor(run, bootstrap_servers, as_json=as_json))
 
 
 def trace(
     name: Annotated[str, typer.Argument(help="A trajectory such as chain_sum/0/0/3, a group, or a trace id.")],
-    # Not ``Where``: traces are files in the run's directory, so no broker needs to run.
-    where: Annotated[
+    # Not ``LiveRun``: traces are files in the run's directory, so no broker needs to run.
+    run: Annotated[
         Path | None,
-        typer.Argument(metavar="[RUN]", help="The run's directory or name; default: the newest that has traces."),
+        typer.Option("--run", metavar="RUN", help="The run's directory or name; default: the newest that has traces."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -386,14 +383,11 @@ def trace(
     from streamrl.inspection.diagnostics.trace import show_trace
 
     log_to_stderr()
-    show_trace(name, where, as_json=as_json)
+    show_trace(name, run, as_json=as_json)
 
 
 def report(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN...", help="A run's directory or its name under runs/; several are compared."),
-    ],
+    runs: GivenRuns,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The page's file; default: the run's report.html, or comparison.html here."),
@@ -430,13 +424,12 @@ DEFAULT_PORT = 8470
 
 
 def ui(
-    where: Where = None,
+    run: LiveRun = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: a free one.")] = DEFAULT_PORT,
     host: Annotated[
         str, typer.Option(help="Address to listen at; any address but loopback is open to the network.")
     ] = "127.0.0.1",
     no_open: Annotated[bool, typer.Option("--no-open", help="Open no browser; only print the address.")] = False,
-    run: RunName = "",
     bootstrap_servers: Servers = None,
 ) -> None:
     """Show a run live in the browser.
@@ -449,18 +442,17 @@ def ui(
     from streamrl.inspection.diagnostics.connect import connect
 
     log_to_stderr()
-    connection = connect(where, run, bootstrap_servers)
+    connection = connect(run, bootstrap_servers)
     enter_own_session()
-    raise typer.Exit(serve(connection, where, host, port, open_browser=not no_open))
+    raise typer.Exit(serve(connection, run, host, port, open_browser=not no_open))
 
 
 def top(
-    where: Where = None,
+    run: LiveRun = None,
     interval: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds between two lines.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one line and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per interval.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Print lines, also on a terminal.")] = False,
-    run: RunName = "",
     bootstrap_servers: Servers = None,
 ) -> None:
     """Show a run live in the terminal.
@@ -476,10 +468,10 @@ def top(
     from streamrl.inspection.terminal.command import LineOptions, show_top
 
     log_to_stderr()
-    connection = connect(where, run, bootstrap_servers)
+    connection = connect(run, bootstrap_servers)
     if not once:
         enter_own_session()
     # The view needs a terminal for output, to draw on, and for input, to read keys from.
     on_screen = sys.stdout.isatty() and sys.stdin.isatty() and not (once or as_json or plain)
     options = LineOptions(interval, as_json, once)
-    raise typer.Exit(show_top(connection, where, options, on_screen=on_screen))
+    raise typer.Exit(show_top(connection, run, options, on_screen=on_screen))

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from streamrl.cli.arguments import RunName, Servers, Where
+from streamrl.cli.arguments import GivenRun, LiveRun, Servers
 
 
 def register(app: typer.Typer) -> None:
@@ -36,8 +36,9 @@ def ls(
     raise typer.Exit(list_runs(directory, as_json=as_json))
 
 
-@runs.command()
-def rm(
+# Not called ``rm``, because that is this module's command for topics.
+@runs.command("rm")
+def remove(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names as `ls` shows them.")],
     directory: RunsDirectory = Path("runs"),
     keep_results: Annotated[
@@ -55,17 +56,14 @@ def rm(
 
 checkpoints = typer.Typer(help="List, verify, pin and restore a run's checkpoints.", no_args_is_help=True)
 
-RunPath = Annotated[
-    Path, typer.Argument(metavar="RUN", help="The run's directory, its name under runs/, or its configuration file.")
-]
 Which = Annotated[
     str, typer.Argument(metavar="CHECKPOINT", help="Its step, its version such as 1-40, or its pin's name.")
 ]
 
 
-@checkpoints.command("list")
+@checkpoints.command("ls")
 def list_(
-    run: RunPath,
+    run: GivenRun,
     verify: Annotated[bool, typer.Option("--verify", help="Check every file's checksum, which takes time.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
@@ -82,7 +80,7 @@ def list_(
 
 @checkpoints.command()
 def verify(
-    run: RunPath,
+    run: GivenRun,
     checkpoint: Annotated[
         str | None, typer.Argument(metavar="[CHECKPOINT]", help="Step, version or pin's name; default: all.")
     ] = None,
@@ -100,8 +98,8 @@ def verify(
 
 @checkpoints.command()
 def pin(
-    run: RunPath,
     checkpoint: Which,
+    run: GivenRun,
     name: Annotated[str | None, typer.Option(help="Name of the pin; default: the checkpoint's version.")] = None,
 ) -> None:
     """Keep a checkpoint until it is unpinned; the run may be running."""
@@ -111,7 +109,7 @@ def pin(
 
 
 @checkpoints.command()
-def unpin(run: RunPath, checkpoint: Which) -> None:
+def unpin(checkpoint: Which, run: GivenRun) -> None:
     """Remove a pin by its name, or all pins of a checkpoint."""
     from streamrl.deploy.local.savepoints import unpin_checkpoint
 
@@ -120,8 +118,8 @@ def unpin(run: RunPath, checkpoint: Which) -> None:
 
 @checkpoints.command()
 def merge(
-    run: RunPath,
-    target: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="New directory for the model.")],
+    run: GivenRun,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="New directory for the model.")],
 ) -> None:
     """Write the newest adapter and its base as one model.
 
@@ -129,11 +127,11 @@ def merge(
     """
     from streamrl.deploy.local.savepoints import merge_newest
 
-    raise typer.Exit(merge_newest(run, target))
+    raise typer.Exit(merge_newest(run, out))
 
 
 @checkpoints.command()
-def restore(run: RunPath, checkpoint: Which) -> None:
+def restore(checkpoint: Which, run: GivenRun) -> None:
     """Let the next start continue from a checkpoint; undo later steps.
 
     The run must be stopped. Later checkpoints are renamed and kept. Their trajectories are trained again if the topic
@@ -150,7 +148,6 @@ kafka = typer.Typer(help="A Kafka broker on this machine; Java need not be insta
 topics = typer.Typer(help="Make a broker match the topic catalogue.", no_args_is_help=True)
 
 DataDir = Annotated[Path | None, typer.Option(help="Directory for the broker's data; default: in the cache.")]
-TopicsRun = Annotated[str, typer.Option("--run", help="Name of the run, the prefix of its topics.")]
 PARTITIONS = 8
 Partitions = Annotated[
     int | None,
@@ -187,7 +184,7 @@ def down(data_dir: DataDir = None) -> None:
 
 
 @kafka.command()
-def status(data_dir: DataDir = None) -> None:
+def show(data_dir: DataDir = None) -> None:
     """Say whether the broker started by `up` is running, and where.
 
     Exit code 1 if it is not.
@@ -202,7 +199,7 @@ def status(data_dir: DataDir = None) -> None:
 
 
 @topics.command()
-def apply(run: TopicsRun, bootstrap_servers: Servers = None, partitions: Partitions = None) -> None:
+def apply(run: GivenRun, bootstrap_servers: Servers = None, partitions: Partitions = None) -> None:
     """Create or alter the run's topics so that they match the catalogue.
 
     Running it again changes nothing.
@@ -211,15 +208,15 @@ def apply(run: TopicsRun, bootstrap_servers: Servers = None, partitions: Partiti
 
 
 @topics.command()
-def diff(run: TopicsRun, bootstrap_servers: Servers = None, partitions: Partitions = None) -> None:
+def diff(run: GivenRun, bootstrap_servers: Servers = None, partitions: Partitions = None) -> None:
     """Print the changes that `apply` would make. Exit code 1 if there are any."""
     if _topics(run, bootstrap_servers, partitions, change=False):
         raise typer.Exit(1)
 
 
 @topics.command()
-def delete(
-    run: TopicsRun,
+def rm(
+    run: GivenRun,
     bootstrap_servers: Annotated[
         str | None,
         typer.Option(
@@ -229,10 +226,9 @@ def delete(
             help="The broker; default: the run's own, started for this command, or the one of `streamrl kafka up`.",
         ),
     ] = None,
-    directory: Annotated[Path, typer.Option(help="The directory that holds the runs' directories.")] = Path("runs"),
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Delete the topics of a run and all their records, for good.
+    """Remove the topics of a run and all their records, for good.
 
     The run's directory is not changed. Refused while the trainer or a worker of the run is alive.
     """
@@ -242,84 +238,77 @@ def delete(
     from streamrl.bus.kafka.topic_admin import delete_topics, topics_of
     from streamrl.deploy.wiring.broker import broker_with, living_process
     from streamrl.schemas.errors import UserError
-    from streamrl.schemas.identifiers import is_plain_name
     from streamrl.schemas.topics import HEARTBEATS
-    from streamrl.settings.run_directory import RunDirectory
 
-    if not is_plain_name(run):
-        raise UserError(f"expected the name of a run (a-z, 0-9, '.', '_', '-'), got {run!r}")
-    with broker_with(bootstrap_servers, RunDirectory(directory / run), print) as kafka:
-        names = asyncio.run(topics_of(kafka, run))
-        if not names:
-            print(f"no topics of run {run} at {kafka.bootstrap_servers}: nothing to delete")
+    with broker_with(run, bootstrap_servers, print) as (kafka, name):
+        full_names = asyncio.run(topics_of(kafka, name))
+        if not full_names:
+            print(f"no topics of run {name} at {kafka.bootstrap_servers}: nothing to remove")
             return
-        if HEARTBEATS.full_name(run) in names and (living := asyncio.run(living_process(KafkaBus(kafka), run))):
+        if HEARTBEATS.full_name(name) in full_names and (living := asyncio.run(living_process(KafkaBus(kafka), name))):
             raise UserError(
-                f"expected run {run} to be stopped, got a heartbeat of its {living} at {kafka.bootstrap_servers}; stop "
-                "the run first, with Ctrl-C or `streamrl drain`"
+                f"expected run {name} to be stopped, got a heartbeat of its {living} at {kafka.bootstrap_servers}; "
+                "stop the run first, with Ctrl-C or `streamrl drain`"
             )
         if not yes and not sys.stdin.isatty():
             raise UserError(
-                f"expected a confirmation that {len(names)} topics of run {run} may be deleted, got no terminal to "
-                "ask on; give --yes"
+                f"expected a confirmation that {len(full_names)} topics of run {name} may be removed, got no terminal "
+                "to ask on; give --yes"
             )
-        if not yes and not typer.confirm(f"delete {', '.join(names)} at {kafka.bootstrap_servers} for good?"):
-            print("nothing was deleted")
+        if not yes and not typer.confirm(f"remove {', '.join(full_names)} at {kafka.bootstrap_servers} for good?"):
+            print("nothing was removed")
             raise typer.Exit(1)
-        for name in asyncio.run(delete_topics(kafka, run)):
-            print(f"deleted: {name}")
+        for full_name in asyncio.run(delete_topics(kafka, name)):
+            print(f"removed: {full_name}")
 
 
-def _topics(run: str, servers: str | None, partitions: int | None, *, change: bool) -> bool:
+def _topics(run: Path, servers: str | None, partitions: int | None, *, change: bool) -> bool:
     from streamrl.bus.kafka.topic_admin import apply_topics, diff_topics
     from streamrl.inspection.diagnostics.connect import connect
+    from streamrl.schemas.errors import UserError
     from streamrl.schemas.plain_text import plain_text
 
-    connection = connect(None, run, servers)
+    connection = connect(run, servers)
+    if not (name := connection.run):
+        raise UserError(f"expected a run with a name, got {run} without run.name; set it, or name the run with --run")
     if partitions is None:
-        own = connection.settings if connection.settings is not None and connection.settings.run.name == run else None
+        own = connection.settings if connection.settings is not None and connection.settings.run.name == name else None
         partitions = PARTITIONS if own is None else own.loop.trajectory_partitions
     make = apply_topics if change else diff_topics
-    changes = asyncio.run(make(connection.address, run, partitions, None, connection.kafka))
+    changes = asyncio.run(make(connection.address, name, partitions, None, connection.kafka))
     for item in changes:
         print(plain_text(str(item)))
     if not changes:
-        print(f"the topics of run {run} at {connection.address} match the catalogue")
+        print(f"the topics of run {name} at {connection.address} match the catalogue")
     return bool(changes)
 
 
 Reason = Annotated[str, typer.Option(help="Why; shown in the logs.")]
 
 
-def pause(
-    where: Where = None, run: RunName = "", bootstrap_servers: Servers = None, reason: Reason = "operator"
-) -> None:
+def pause(run: LiveRun = None, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:
     """Pause a run: running completions finish, no new ones start."""
-    _send("pause", where, run, bootstrap_servers, reason)
+    _send("pause", run, bootstrap_servers, reason)
 
 
-def resume(
-    where: Where = None, run: RunName = "", bootstrap_servers: Servers = None, reason: Reason = "operator"
-) -> None:
+def resume(run: LiveRun = None, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:
     """Resume a paused run."""
-    _send("resume", where, run, bootstrap_servers, reason)
+    _send("resume", run, bootstrap_servers, reason)
 
 
 def drain(
-    where: Where = None,
+    run: LiveRun = None,
     worker: Annotated[str, typer.Option(help="Only this worker; default: all.")] = "",
-    run: RunName = "",
     bootstrap_servers: Servers = None,
     reason: Reason = "operator",
 ) -> None:
     """Let workers finish their completions and exit."""
-    _send("drain_worker" if worker else "drain", where, run, bootstrap_servers, reason, worker or None)
+    _send("drain_worker" if worker else "drain", run, bootstrap_servers, reason, worker or None)
 
 
 def _send(
     action: Literal["pause", "drain", "resume", "drain_worker"],
-    where: Path | None,
-    run: str,
+    run: Path | None,
     servers: str | None,
     reason: str,
     worker: str | None = None,
@@ -327,6 +316,6 @@ def _send(
     from streamrl.deploy.wiring.broker import send_command
     from streamrl.inspection.diagnostics.connect import connect
 
-    connection = asyncio.run(connect(where, run, servers).with_run())
+    connection = asyncio.run(connect(run, servers).with_run())
     send_command(connection.kafka, connection.run, action, reason, worker_id=worker)
     print(f"asked run {connection.run} at {connection.address}: {action}{f' {worker}' if worker else ''}")

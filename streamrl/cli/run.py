@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from streamrl.cli.arguments import OVERRIDES, USAGE, split
+from streamrl.cli.arguments import OVERRIDES, USAGE, JoinedRun, role_settings, split
 from streamrl.settings.features import FeatureRole, features
 
 
@@ -33,14 +33,15 @@ def _add_role(app: typer.Typer, command: Callable[..., None], name: str | None =
 def _command_of(role: FeatureRole) -> Callable[..., None]:
     """The command that starts a feature's role."""
 
-    def start(context: typer.Context) -> None:
-        _run(role.name, context)
+    def start(context: typer.Context, run: JoinedRun = None) -> None:
+        _run(role.name, context, run)
 
     def start_with_id(
         context: typer.Context,
+        run: JoinedRun = None,
         own_id: Annotated[str, typer.Option("--id", help=f"Name of this {role.name}; default: a generated one.")] = "",
     ) -> None:
-        _run(role.name, context, own_id)
+        _run(role.name, context, run, own_id)
 
     command: Callable[..., None] = start_with_id if role.has_id else start
     command.__doc__ = role.help
@@ -52,10 +53,11 @@ def _command_of(role: FeatureRole) -> Callable[..., None]:
 
 def worker(
     context: typer.Context,
+    run: JoinedRun = None,
     worker_id: Annotated[str, typer.Option("--id", help="Name of this worker; default: a generated one.")] = "",
 ) -> None:
     """A generation worker: work orders in, trajectories out."""
-    _run("worker", context, worker_id)
+    _run("worker", context, run, worker_id)
 
 
 Adopt = Annotated[
@@ -70,6 +72,7 @@ Adopt = Annotated[
 
 def trainer(
     context: typer.Context,
+    run: JoinedRun = None,
     standby: Annotated[
         bool,
         typer.Option("--standby", help="Load everything, and take over when the leading trainer goes silent."),
@@ -77,34 +80,32 @@ def trainer(
     adopt: Adopt = False,
 ) -> None:
     """The trainer: trajectories in, weights out."""
-    _run("standby" if standby else "trainer", context, adopt=adopt)
+    _run("standby" if standby else "trainer", context, run, adopt=adopt)
 
 
-def coordinator(context: typer.Context) -> None:
+def coordinator(context: typer.Context, run: JoinedRun = None) -> None:
     """The coordinator: trained steps in, control messages out."""
-    _run("coordinator", context)
+    _run("coordinator", context, run)
 
 
-def relay(context: typer.Context) -> None:
+def relay(context: typer.Context, run: JoinedRun = None) -> None:
     """A relay: serves the weights store over HTTP."""
-    _run("relay", context)
+    _run("relay", context, run)
 
 
-def dispatcher(context: typer.Context) -> None:
+def dispatcher(context: typer.Context, run: JoinedRun = None) -> None:
     """The dispatcher: prompts in, work orders out.
 
     It admits only prompts whose samples can be trained within the staleness bound.
     """
-    _run("dispatcher", context)
+    _run("dispatcher", context, run)
 
 
-def _run(role: str, context: typer.Context, worker_id: str = "", *, adopt: bool = False) -> None:
+def _run(role: str, context: typer.Context, run: Path | None, worker_id: str = "", *, adopt: bool = False) -> None:
+    settings = role_settings(run, context.args)
     # Here and below, commands import inside functions, so that ``--help``, which loads this module, stays instant.
-    config, overrides = split(context.args)
-    from streamrl.settings.loading import load_settings
     from streamrl.settings.run_directory import RunDirectory
 
-    settings = load_settings(config, overrides)
     # Only a complete run has this file; without it the slow import is not needed.
     if settings.run.name and RunDirectory(settings.run.path).summary.is_file():
         from streamrl.deploy.local.resuming import nothing_to_train
@@ -199,16 +200,6 @@ def show(context: typer.Context, json: Annotated[bool, typer.Option("--json", he
     # The TOML already ends with a line break.
     print(as_toml(settings), end="")
     print("\n".join(["", "# On this machine:", *(f"#   {line}" for line in lines)]))
-
-
-@config.command()
-def schema() -> None:
-    """Print the JSON schema of the settings."""
-    import json
-
-    from streamrl.settings.explaining import schema as whole
-
-    print(json.dumps(whole(), indent=2))
 
 
 @config.command(context_settings=OVERRIDES, epilog=f"Arguments: KEY {USAGE}")

@@ -10,7 +10,7 @@ Functions that only look at a run's folders import no heavy module: a command ca
 import fcntl
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.identifiers import scope_of
-from streamrl.settings.run_directory import RunDirectory
+from streamrl.settings.run_directory import CONFIG, RunDirectory
 
 if TYPE_CHECKING:
     from streamrl.bus.history import History
@@ -98,15 +98,38 @@ def open_run(path: Path) -> PastRun:
     from streamrl.settings.loading import load_settings
 
     # A configuration that a user wrote, rather than the resolved one in the run's directory.
-    if path.is_file() and path.name != RunDirectory(path).config.name:
+    if path.is_file() and path.name != CONFIG:
         settings = load_settings(path, [], to_look=True)
         return PastRun(RunDirectory(settings.run.path), settings)
     if (directory := directory_of(path)) is not None:
         return PastRun(directory, load_settings(directory.config, [], to_look=True))
-    config = RunDirectory(path).config.name
     raise UserError(
-        f"expected a run's directory with {config}, or its name under {RUNS}/, got {describe_missing_run(path)}"
+        f"expected a run's directory with {CONFIG}, or its name under {RUNS}/, got {describe_missing_run(path)}"
     )
+
+
+def settings_to_join(path: Path, overrides: Sequence[str]) -> "Settings":
+    """Settings of a process that joins a run on this machine; ``overrides`` are options as on a command line.
+
+    Raises:
+        SettingsError: a setting is wrong, or a secret is masked in the run's configuration.
+        UserError: there is no such run.
+    """
+    from streamrl.settings.loading import load_settings
+
+    directory = None if path.is_file() and path.name != CONFIG else directory_of(path)
+    if directory is None and not path.is_file():
+        raise UserError(
+            f"expected a run's directory with {CONFIG}, or its name under {RUNS}/, got {describe_missing_run(path)}; "
+            "on another machine than the run's, give its configuration file instead"
+        )
+    settings = load_settings(path if directory is None else directory.config, overrides)
+    run = settings.run
+    if directory is None or run.name != directory.path.name:
+        return settings
+    # A relative path in the file holds only where the run was started.
+    placed = run.model_copy(update={"directory": directory.path.parent})
+    return settings.model_copy(update={"run": placed})
 
 
 def describe_missing_run(path: Path) -> str:
@@ -114,7 +137,7 @@ def describe_missing_run(path: Path) -> str:
     if not path.is_dir():
         return f"{path}, which does not exist"
     there = path / RUNS
-    runs = sorted(config.parent.name for config in there.glob(f"*/{RunDirectory(path).config.name}"))
+    runs = sorted(config.parent.name for config in there.glob(f"*/{CONFIG}"))
     hint = f"; runs are in {there}: {', '.join(runs)}" if runs else ""
     return f"{path}, which has none{hint}"
 

@@ -79,7 +79,7 @@ class _Operators:
         from streamrl.policies.role_attaching import read_instances
 
         async def read() -> "list[dict[str, Any]]":
-            connection = await connect(run, "", None).with_run()
+            connection = await connect(run, None).with_run()
             return [one.to_json() for one in await read_instances(connection)]
 
         return asyncio.run(read())

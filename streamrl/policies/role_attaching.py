@@ -66,7 +66,7 @@ def attach(run: Path, servers: str | None, request: AttachRequest, *, adopt: boo
         StreamRLError: the trainer could not be kept alive.
     """
     configure_logging()
-    connection = asyncio.run(connect(run, "", servers).with_run())
+    connection = asyncio.run(connect(run, servers).with_run())
     if request.begin is not None:
         request = replace(request, begin=asyncio.run(place_in_the_stream(request.begin, connection, run)))
     settings = instance_settings(connection, run, request)
@@ -178,7 +178,7 @@ def tell(run: Path | None, servers: str | None, action: OperatorAction, name: st
     Raises:
         UserError: the run does not exist, has no such instance, or the action is impossible.
     """
-    connection = asyncio.run(connect(run, "", servers).with_run())
+    connection = asyncio.run(connect(run, servers).with_run())
     known = {one.name: one for one in asyncio.run(read_instances(connection)) if one.mode != "detached"}
     if name not in known:
         others = ", ".join(sorted(set(known) - {SERVED_POLICY})) or "none"

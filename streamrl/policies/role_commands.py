@@ -5,13 +5,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from streamrl.cli.arguments import Servers, Where
+from streamrl.cli.arguments import GivenRun, LiveRun, Servers
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the instance: a-z, 0-9, '_' and '-'.")]
-RunPath = Annotated[Path, typer.Option("--run", help="The run's directory, or its name under runs/.")]
 Reason = Annotated[str, typer.Option(help="Why; shown in the logs.")]
 
-algorithms = typer.Typer(help="Trainers on a run's stream: status, pause, resume.", no_args_is_help=True)
+algorithms = typer.Typer(help="List, pause and resume the trainers on a run's stream.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:
@@ -25,7 +24,7 @@ def register(app: typer.Typer) -> None:
 
 def attach(
     name: Name,
-    run: RunPath,
+    run: GivenRun,
     algorithm: Annotated[
         str | None,
         typer.Option(help="A built-in name or package.module:Class; default: as last time, else as the run's own."),
@@ -58,12 +57,12 @@ def attach(
     raise typer.Exit(attached(run, bootstrap_servers, request, adopt=adopt))
 
 
-def detach(name: Name, run: Where = None, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:
+def detach(name: Name, run: LiveRun = None, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:
     """End an instance, with a checkpoint."""
     _tell("detach", name, run, bootstrap_servers, reason)
 
 
-def promote(name: Name, run: RunPath, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:
+def promote(name: Name, run: GivenRun, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:
     """Let the workers of a running run follow another policy.
 
     The run's own policy is named `policy`. The policy that was served until then continues to learn from the stream.
@@ -72,7 +71,7 @@ def promote(name: Name, run: RunPath, bootstrap_servers: Servers = None, reason:
 
 
 def split(
-    run: RunPath,
+    run: GivenRun,
     shares: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME=SHARE]...", help="Share of the groups for each instance.")
     ] = None,
@@ -94,8 +93,8 @@ def split(
 
 
 @algorithms.command()
-def status(
-    run: Where = None,
+def ls(
+    run: LiveRun = None,
     bootstrap_servers: Servers = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
@@ -108,7 +107,7 @@ def status(
     from streamrl.schemas.plain_text import plain_text
 
     async def read() -> list[str]:
-        connection = await connect(run, "", bootstrap_servers).with_run()
+        connection = await connect(run, bootstrap_servers).with_run()
         found = await read_instances(connection)
         return [json.dumps(one.to_json()) for one in found] if as_json else status_lines(found)
 
@@ -117,7 +116,7 @@ def status(
 
 
 @algorithms.command()
-def pause(name: Name, run: Where = None, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:
+def pause(name: Name, run: LiveRun = None, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:
     """Pause an instance: it takes no trajectories until `resume`.
 
     It keeps its consumer group and its place in the stream.
@@ -126,7 +125,7 @@ def pause(name: Name, run: Where = None, bootstrap_servers: Servers = None, reas
 
 
 @algorithms.command()
-def resume(name: Name, run: Where = None, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:
+def resume(name: Name, run: LiveRun = None, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:
     """Resume a paused instance."""
     _tell("resume_instance", name, run, bootstrap_servers, reason)
 

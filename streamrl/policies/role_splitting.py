@@ -34,7 +34,7 @@ def split(run: Path, servers: str | None, shares: Mapping[str, float], reason: s
     Raises:
         UserError: there is no such run, an arm is unknown, gone, or of another model, or there are too few workers.
     """
-    connection = asyncio.run(connect(run, "", servers).with_run())
+    connection = asyncio.run(connect(run, servers).with_run())
     if shares:
         _check_shares(shares)
         instances, workers = asyncio.run(_read_members(connection))

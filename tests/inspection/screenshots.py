@@ -146,7 +146,7 @@ UPWARD, RIGHTWARD = " ▁▂▃▄▅▆▇█", " ▏▎▍▌▋▊▉"
 
 async def _terminal(run: Path, path: Path) -> None:
     """The first tab of `streamrl top`, with the run's past read."""
-    connection = await connect(run, "", None).with_run()
+    connection = await connect(run, None).with_run()
     stop, state = asyncio.Event(), RunState(connection.run)
     feed = await feed_of(connection, state, "streamrl-pictures", lambda: 1.0)
     reading = asyncio.create_task(feed.run(stop))

@@ -17,8 +17,8 @@ def _group() -> None:
 def fit(
     places: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="RUN...", help="Runs: a directory, a name under runs/, or an export; any number of them."
+        typer.Option(
+            "--run", metavar="RUN", help="A run's directory, its name below runs/, or an export; may be repeated."
         ),
     ],
     out: Annotated[

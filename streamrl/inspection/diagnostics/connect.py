@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from streamrl.bus.embedded.detached import running_bootstrap_servers
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
-from streamrl.inspection.source import RUNS, PastRun, nodes_of, open_run, own_broker
+from streamrl.inspection.source import RUNS, PastRun, directory_of, nodes_of, open_run, own_broker
 from streamrl.schemas.errors import SettingsError, UserError
 from streamrl.schemas.identifiers import is_plain_name, policy_in, scope_of
 from streamrl.schemas.topics import STEPS, TRAJECTORIES, Topic
@@ -111,41 +111,37 @@ def runs_of(topics: Iterable[str]) -> list[str]:
     return [run for run in candidates if TRAJECTORIES.full_name(run) in names]
 
 
-def connect(where: Path | None, run: str, servers: str | None) -> RunConnection:
+def connect(run: Path | None, servers: str | None) -> RunConnection:
     """The broker and run that the command line names: by a run's directory, configuration or name, or just a broker.
 
-    With nothing named, it is the newest run under ``runs/`` with a running broker, or `streamrl kafka up`'s broker.
+    With no run named, it is the newest run under ``runs/`` with a running broker, or `streamrl kafka up`'s broker. A
+    run whose directory is not on this machine is looked for by its name, on the named broker or on one of those.
 
     Raises:
         UserError: there is no such run, or no broker.
     """
-    if run and not is_plain_name(run):
-        raise UserError(f"expected the name of a run (a-z, 0-9, '.', '_', '-'), got {run!r}")
-    if where is None and run and not servers and RunDirectory(RUNS / run).config.is_file():
-        where = Path(run)  # otherwise the newest run's broker would be used, which may be another run's
-    if where is None:
-        return _connect_to_broker(servers, run)
-    # With a broker named, a bare word that is not a path is the name of a run on that broker.
-    if servers and not where.exists() and not RunDirectory(RUNS / where).config.is_file() and is_plain_name(str(where)):
-        return _connect_to_broker(servers, run or str(where))
-    past = open_run(where)
+    if run is None:
+        return _connect_to_broker(servers, "")
+    if not run.exists() and directory_of(run) is None and is_plain_name(str(run)):
+        return _connect_to_broker(servers, str(run))
+    past = open_run(run)
     # The command line has priority over the settings, and the run's own broker over one that many runs may share.
     named, own = servers or past.settings.kafka.bootstrap_servers, own_broker(past.directory)
     address = named or own or running_bootstrap_servers()
     if address is None:
-        raise UserError(_without_broker(where, past))
+        raise UserError(_without_broker(run, past))
     # The data folder, and so the command to start it again, is known only for the run's own broker.
     data = past.directory.kafka if address == own else None
-    return RunConnection(_at(past.settings.kafka, address), run or past.name, past.settings, data)
+    return RunConnection(_at(past.settings.kafka, address), past.name, past.settings, data)
 
 
-def _without_broker(where: Path, past: PastRun) -> str:
+def _without_broker(run: Path, past: PastRun) -> str:
     problem = f"expected a running broker of run {past.name}, got none: a run's own broker stops with the run; "
     if not nodes_of(past.directory):
         return problem + "name another with --bootstrap-servers"
     return (
         f"{problem}start it again with `streamrl kafka up --data-dir {past.directory.kafka}`, or read the run's files "
-        f"with `streamrl report {where}`, `streamrl show ID {where}` or `streamrl audit {where}`"
+        f"with `streamrl report --run {run}`, `streamrl show ID --run {run}` or `streamrl audit --run {run}`"
     )
 
 
@@ -159,9 +155,10 @@ def _connect_to_broker(servers: str | None, run: str) -> RunConnection:
             return RunConnection(_at(past.settings.kafka, address), run or past.name, past.settings, directory.kafka)
     if address := running_bootstrap_servers():
         return RunConnection(_at(kafka, address), run)
+    wanted = f"run {run} under {RUNS}/, or a running broker with its topics" if run else "a running broker"
     raise UserError(
-        f"expected a running broker, got none under {RUNS}/ and none of `streamrl kafka up`: name one with "
-        "--bootstrap-servers HOST:PORT, or name a run's directory or configuration"
+        f"expected {wanted}, got none under {RUNS}/ and none of `streamrl kafka up`: name a broker with "
+        "--bootstrap-servers HOST:PORT, or a run's directory or configuration with --run"
     )
 
 

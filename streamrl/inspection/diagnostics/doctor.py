@@ -33,10 +33,10 @@ from streamrl.schemas.plain_text import plain_text
 from streamrl.settings.tree import Settings
 
 
-def run_doctor(where: Path | None, run: str, servers: str | None, *, as_json: bool) -> int:
+def run_doctor(run: Path | None, servers: str | None, *, as_json: bool) -> int:
     """Print the findings. The exit code is 2 if a check fails."""
     findings: list[Finding] = []
-    for each in _findings(where, run, servers):
+    for each in _findings(run, servers):
         findings.append(each)
         if not as_json:
             print(plain_text(each.line, keep="\n"), flush=True)
@@ -47,8 +47,8 @@ def run_doctor(where: Path | None, run: str, servers: str | None, *, as_json: bo
     return exit_code(findings)
 
 
-def _findings(where: Path | None, run: str, servers: str | None) -> Iterator[Finding]:
-    settings, problem = _settings(where)
+def _findings(run: Path | None, servers: str | None) -> Iterator[Finding]:
+    settings, problem = _settings(run)
     if problem is not None:
         yield problem
     engine = "transformers" if settings is None else settings.generation.engine
@@ -60,23 +60,23 @@ def _findings(where: Path | None, run: str, servers: str | None) -> Iterator[Fin
         yield from check_disk(_places(settings))
         if settings is not None:
             yield from check_placement(settings, read_machine())
-        yield from _broker(where, run, servers)
+        yield from _broker(run, servers)
     finally:
         # Also if a check raised, so that the probe's process does not outlive this one.
         findings = list(check_engine(engine, probe))
     yield from findings
 
 
-def _settings(where: Path | None) -> tuple[Settings | None, Finding | None]:
-    if where is None:
+def _settings(run: Path | None) -> tuple[Settings | None, Finding | None]:
+    if run is None:
         return None, None
     try:
-        settings = open_run(where).settings
+        settings = open_run(run).settings
     except SettingsError as error:
         return None, fail("settings", str(error), "`streamrl config show` prints the resolved settings")
     except UserError:
         return None, None  # a run that only its broker knows
-    return settings, ok("settings", f"run {settings.run.name}, engine {settings.generation.engine}, of {where}")
+    return settings, ok("settings", f"run {settings.run.name}, engine {settings.generation.engine}, of {run}")
 
 
 def _places(settings: Settings | None) -> dict[str, Path]:
@@ -85,9 +85,9 @@ def _places(settings: Settings | None) -> dict[str, Path]:
     return {"checkpoints, weights and logs": settings.run.path}
 
 
-def _broker(where: Path | None, run: str, servers: str | None) -> Iterable[Finding]:
+def _broker(run: Path | None, servers: str | None) -> Iterable[Finding]:
     try:
-        connection = connect(where, run, servers)
+        connection = connect(run, servers)
     except UserError:
         return [
             ok("broker", "none was named and none is running here; `streamrl run` starts one of its own"),

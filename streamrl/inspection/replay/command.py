@@ -105,14 +105,14 @@ class ReplayRequest:
     gradients: GradientOptions = GradientOptions()
     from_dlq: bool = False
     export: Path | None = None
-    keep: Path | None = None
+    out: Path | None = None
     threads: int | None = None
     json: bool = False
 
     @property
     def needs_a_step(self) -> bool:
         """Whether an option was given that needs a step."""
-        return bool(self.what_if.words or self.steps.attempt or self.keep) or self.gradients != GradientOptions()
+        return bool(self.what_if.words or self.steps.attempt or self.out) or self.gradients != GradientOptions()
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ async def _replays(session: ReplaySession, log: StepLog, steps: list[Step]) -> A
         variation=variation_of(request.what_if, session.run.settings, replayer.config),
         rows=request.steps.single or request.json,
         row_gradients=request.gradients.per_trajectory,
-        keep=request.keep,
+        keep=request.out,
     )
     _refuse_unknown(request, steps)
     async for found in replayer.replay(log, steps, request.steps.lineage, options):
