@@ -35,6 +35,7 @@ from streamrl.schemas.control import Control
 from streamrl.schemas.messages import Message
 from streamrl.schemas.topics import CATALOGUE, DAY_MS, HOUR_MS, INSTANCE_TOPICS, Topic
 from streamrl.settings.explaining import explain
+from streamrl.settings.first import FIRST, first_keys
 from streamrl.settings.keys import known_keys
 from streamrl.settings.tree import Settings
 
@@ -47,16 +48,28 @@ SETTINGS_HEAD = """# Settings
 One tree: a TOML file, then the environment, then the command line; later ones win. `loop.max_staleness` is
 `max_staleness` under `[loop]` in the file, `STREAMRL_LOOP__MAX_STALENESS` in the environment and `--loop.max_staleness`
 on the command line. The word `none` unsets an optional setting. `streamrl config show CONFIG` prints the resolved tree,
-`streamrl config explain KEY` one setting, `streamrl config schema` the JSON schema. An unknown name is refused, and the
-message names the nearest one. A setting that others make meaningless is refused, too.
+`streamrl config explain KEY` one setting, `streamrl config explain --schema` the JSON schema. An unknown name is
+refused, and the message names the nearest one. A setting that others make meaningless is refused, too.
+
+The first {first} settings are those that people change, by what they want. The [others](#advanced) follow by section.
+"""
+ADVANCED_HEAD = """## Advanced
+
+Most runs keep these defaults.
 """
 
 
 def settings_page() -> str:
     """The page as Markdown."""
-    lines = [SETTINGS_HEAD]
-    for section, keys in groupby(known_keys(), key=lambda key: key.rpartition(".")[0]):
-        lines += [f"## [{section}]", "", *_about(section), *table(HEADINGS, [_setting_row(key) for key in keys]), ""]
+    first = set(first_keys())
+    lines = [SETTINGS_HEAD.format(first=len(first))]
+    for want, wanted in FIRST.items():
+        lines += [f"## {want}", "", *table(HEADINGS, [_setting_row(key, key) for key in wanted]), ""]
+    lines.append(ADVANCED_HEAD)
+    others = (key for key in known_keys() if key not in first)
+    for section, keys in groupby(others, key=lambda key: key.rpartition(".")[0]):
+        rows = [_setting_row(key, key.rpartition(".")[2]) for key in keys]
+        lines += [f"### [{section}]", "", *_about(section), *table(HEADINGS, rows), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -80,11 +93,12 @@ def _fields_of(match: re.Match[str]) -> str:
     return match[1] + "\n".join(lines) + match[3]
 
 
-def _setting_row(key: str) -> tuple[str, str, str, str]:
+def _setting_row(key: str, name: str) -> tuple[str, str, str, str]:
+    """A setting's row; ``name`` is its key or the last part of that."""
     _, meaning, shape, *_ = explain(key)
     kinds, _, default = shape.strip().partition("; ")
     return (
-        code(key.rpartition(".")[2]),
+        code(name),
         plain(meaning.strip()),
         _without_markup(kinds),
         code(default.removeprefix("default ")),

@@ -43,11 +43,17 @@ def _typer_errors_in_one_line() -> Iterator[None]:
         if context is None or error.message == context.get_help():
             raise
         message = error.format_message().replace("Value error, ", "").rstrip(".")  # pydantic's prefix
+        if message.startswith("Got unexpected extra argument") and _takes_a_run(context):
+            message += "; a run is named with --run"
         raise UserError(f"{message[:1].lower()}{message[1:]}; see `{context.command_path} --help`") from error
     except KeyboardInterrupt as interrupt:
         # Handled here, because typer would always exit with Ctrl-C's code, also after another signal.
         stopping.report_stopped()
         raise typer.Exit(stopping.exit_code()) from interrupt
+
+
+def _takes_a_run(context: typer.Context) -> bool:
+    return any("--run" in parameter.opts for parameter in context.command.params)
 
 
 app = typer.Typer(

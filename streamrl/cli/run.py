@@ -3,18 +3,20 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from streamrl.cli.arguments import OVERRIDES, USAGE, JoinedRun, role_settings, split
 from streamrl.settings.features import FeatureRole, features
+from streamrl.settings.first import FIRST, overview
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands, in the order in which help lists them."""
     app.command()(init)
-    app.command(context_settings=OVERRIDES, epilog=f"Arguments: {USAGE}")(run)
+    app.command(cls=RunCommand, context_settings=OVERRIDES, epilog=f"Arguments: {USAGE}")(run)
     app.command(context_settings=OVERRIDES, epilog="Arguments: [--section.key value]...")(demo)
     for role in (worker, trainer, coordinator, relay, dispatcher):
         _add_role(app, role)
@@ -24,6 +26,23 @@ def register(app: typer.Typer) -> None:
                 _add_role(app, _command_of(added), added.name)
         feature.commands(app)
     app.add_typer(config, name="config")
+
+
+WIDEST_KEY = 38
+"""Columns of the longest key and its indentation in help."""
+
+
+class RunCommand(TyperCommand):
+    """`streamrl run`, whose help ends with the settings that people change."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the epilog, and the settings by what one wants."""
+        super().format_epilog(ctx, formatter)
+        for want, keys in FIRST.items():
+            with formatter.section(want):
+                formatter.write_dl([(f"--{key}", meaning) for key, meaning in keys.items()], col_max=WIDEST_KEY)
+        formatter.write_paragraph()
+        formatter.write_text("`streamrl config explain KEY` explains a setting; `streamrl config show` prints all.")
 
 
 def _add_role(app: typer.Typer, command: Callable[..., None], name: str | None = None) -> None:
@@ -202,16 +221,32 @@ def show(context: typer.Context, json: Annotated[bool, typer.Option("--json", he
     print("\n".join(["", "# On this machine:", *(f"#   {line}" for line in lines)]))
 
 
-@config.command(context_settings=OVERRIDES, epilog=f"Arguments: KEY {USAGE}")
+@config.command(context_settings=OVERRIDES, epilog=f"Arguments: [KEY] {USAGE}")
 def explain(
     context: typer.Context,
-    key: Annotated[str, typer.Argument(help="Such as loop.max_staleness, or a section such as loop.")],
+    key: Annotated[
+        str | None,
+        typer.Argument(
+            help="Such as loop.max_staleness, or a section such as loop; default: list the settings that people change."
+        ),
+    ] = None,
+    as_schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of all settings instead.")] = False,
 ) -> None:
     """Explain a setting: meaning, values, where to set it.
 
     With a configuration file, it also prints the setting's value in that file.
     """
     path, overrides = split(context.args)
+    if as_schema:
+        import json
+
+        from streamrl.settings.explaining import schema
+
+        print(json.dumps(schema(), indent=2))
+        return
+    if key is None:
+        print("\n".join(overview()))
+        return
     from streamrl.settings.explaining import explain as lines
     from streamrl.settings.loading import load_settings
 

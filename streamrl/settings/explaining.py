@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from streamrl.schemas.errors import SettingsError
 from streamrl.schemas.secrets import variable_of
+from streamrl.settings.first import first_keys
 from streamrl.settings.keys import REMOVED, RENAMED, Key, keys_in, known_keys, secret_keys, suggestion
 from streamrl.settings.tree import Settings
 
@@ -54,6 +55,8 @@ def explain(key: str, settings: Settings | None = None) -> list[str]:
         how = f"  set its fields in [{key}], or as --{key}.FIELD"
         return [key, f"  {description_of(path)}", "  table", *fields, how]
     lines = [key, f"  {description_of(path)}", f"  {_shape(path)}"]
+    if key not in first_keys():
+        lines.append("  advanced: most runs keep the default")
     if settings is not None:
         lines.append(f"  value here: {_shown(value_at(settings, path))}")
     if path in secret_keys():
