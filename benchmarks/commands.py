@@ -42,6 +42,6 @@ def audited(directory: Path, servers: str) -> dict[str, Any]:
     Raises:
         RuntimeError: the books do not balance, or it failed.
     """
-    command = [*STREAMRL, "audit", str(directory.resolve()), "--json"]
+    command = [*STREAMRL, "audit", "--run", str(directory.resolve()), "--json"]
     found: dict[str, Any] = json.loads(output_of(command, {"STREAMRL_KAFKA__BOOTSTRAP_SERVERS": servers}))
     return found

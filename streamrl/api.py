@@ -93,7 +93,7 @@ def _finished_run(settings: Settings, code: int) -> "Run":
 
 
 def compare(*runs: "Run | str | Path", level: float | None = None, out: str | Path | None = None) -> dict[str, Any]:
-    """Several runs side by side, as `streamrl report A B --json` prints them.
+    """Several runs side by side, as `streamrl report --run A --run B --json` prints them.
 
     ``runs`` lists ``name``, ``path`` and ``figures`` by key (rewards, KL, entropy, lengths, tokens, staleness, shares
     of waiting). ``paired`` has each run's difference to the first one on the prompts that both sampled, with a 95 %

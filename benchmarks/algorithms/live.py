@@ -310,7 +310,7 @@ def _attach_late(served: Stream) -> None:
 
 
 def _tell(served: Stream, command: str) -> None:
-    subprocess.run([*CLI, command, str(served.directory)], check=True, capture_output=True)
+    subprocess.run([*CLI, command, "--run", str(served.directory)], check=True, capture_output=True)
 
 
 def _do(course: Course, what: str, action: Callable[[], object], served: str = "") -> None:

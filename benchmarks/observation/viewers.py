@@ -39,7 +39,7 @@ def scraper(run: Path) -> Iterator[None]:
 @contextmanager
 def dashboard(run: Path) -> Iterator[int]:
     """``streamrl ui`` with one page open, its process id; what the page costs its browser is not of this machine."""
-    command = [sys.executable, "-m", "streamrl.cli.app", "ui", str(run), "--port", "0", "--no-open"]
+    command = [sys.executable, "-m", "streamrl.cli.app", "ui", "--run", str(run), "--port", "0", "--no-open"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
         try:
             assert serving.stdout is not None
@@ -57,7 +57,7 @@ def dashboard(run: Path) -> Iterator[int]:
 def top(run: Path) -> Iterator[int]:
     """``streamrl top`` on a terminal of its own; its process id."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "streamrl.cli.app", "top", str(run)]
+    command = [sys.executable, "-m", "streamrl.cli.app", "top", "--run", str(run)]
     with (
         os.fdopen(ours, "rb", buffering=0) as screen,
         subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, **TERMINAL}) as shown,

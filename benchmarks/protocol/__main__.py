@@ -153,7 +153,7 @@ def _record(options: argparse.Namespace, folder: Path) -> Recording:
     where = (f"--run.name={DEMO}", f"--run.directory={folder}", f"--training.max_steps={options.steps + 10}")
     subprocess.run([*streamrl, "demo", "--seed", str(options.seed), *where, UNJUDGED], check=True)
     run = open_run(folder / DEMO)
-    subprocess.run([*streamrl, "export", str(folder / DEMO), "--to", str(folder / "export")], check=True)
+    subprocess.run([*streamrl, "export", f"--run={folder / DEMO}", f"--out={folder / 'export'}"], check=True)
     partitions = run.settings.loop.trajectory_partitions
     return asyncio.run(Recording.of(run.name, run.directory.config, folder / "export", partitions))
 

@@ -72,7 +72,7 @@ def audits_beside_a_demo(folder: Path, seed: int, pairs: int) -> Beside:
     """
     steps: list[Pair] = []
     with demo(folder, NAME, MAX_STEPS, seed, ()) as run:
-        audits = Audits([sys.executable, "-m", "streamrl.cli.app", "audit", str(run.path), "--json"])
+        audits = Audits([sys.executable, "-m", "streamrl.cli.app", "audit", "--run", str(run.path), "--json"])
         for number in range(pairs):
             took = {}
             for audited in (True, False) if number % 2 else (False, True):

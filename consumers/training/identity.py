@@ -121,7 +121,7 @@ class Start:
     @property
     def deletion(self) -> str:
         """The command that deletes the run's topics."""
-        command = f"streamrl topics delete --run {self.run}"
+        command = f"streamrl topics rm --run {self.run}"
         if self.servers:
             return f"{command} --bootstrap-servers {self.servers}"
         return command if self.directory == RUNS else f"{command} --directory {shlex.quote(str(self.directory))}"

@@ -47,7 +47,8 @@ async def gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDirec
         return await gather_topics(history, settings.run.name, directory.logs, weights)
     except (BusError, BrokerError, DataLossRefused) as error:
         log.warning(
-            "the topics cannot be read for the report, which is incomplete; try streamrl report --from-topics",
+            f"the topics cannot be read for the report, which is incomplete; try `streamrl report --run "
+            f"{settings.run.name} --from-topics`",
             error=str(error),
         )
         return None
@@ -58,7 +59,9 @@ async def audited(bus: KafkaBus, settings: Settings, directory: RunDirectory) ->
     try:
         return await closing_report(PastRun(directory, settings), BusHistory(bus, client_id="audit"))
     except (StreamRLError, OSError) as error:
-        log.warning("the audit at the run's end failed; try streamrl audit", error=str(error))
+        log.warning(
+            f"the audit at the run's end failed; try `streamrl audit --run {settings.run.name}`", error=str(error)
+        )
         return None
 
 

@@ -106,7 +106,7 @@ def remove_runs(root: Path, names: Sequence[str], *, keep_results: bool, ask: bo
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         print(f"removed: {_size(sizes[run.name])} of {run.name}")
         if not keep_results and not run.owns_broker:
-            print(f"its topics are still on their broker; `streamrl topics delete --run {run.name}` deletes them")
+            print(f"its topics are still on their broker; `streamrl topics rm --run {run.name}` deletes them")
     return 0
 
 

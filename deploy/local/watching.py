@@ -51,7 +51,7 @@ async def watch(
     On stop: ends the view. Ctrl-C in the view stops the run.
     """
     if is_screen():
-        command = module_command("streamrl", "top", str(directory.path))
+        command = module_command("streamrl", "top", "--run", str(directory.path))
         # In this process's session, unlike the roles, because the view needs the terminal.
         view = await asyncio.create_subprocess_exec(
             *command,

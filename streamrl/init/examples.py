@@ -286,7 +286,7 @@ def _calculator(run: str) -> Example:
         "A task of several turns, offline and in minutes on a CPU: a tiny model learns to leave sums to a calculator.",
         f"    streamrl run --dry-run {CONFIG}     # checks everything and starts nothing",
         f"    streamrl run {CONFIG}",
-        "To look at its turns: streamrl audit, streamrl ui, streamrl show TRAJECTORY",
+        "To look at its turns: streamrl ui; then streamrl show TRAJECTORY --run NAME",
     )
     entries = (
         Entry("run.name", run),

@@ -189,7 +189,7 @@ class Exporter:
         # Files of two exports in one directory would be read as one export.
         if occupied is not None:
             content = "a complete export" if (self.to / MANIFEST).exists() else occupied.name
-            raise DataError(f"expected an empty directory, {self.to} holds {content}; name another with --to")
+            raise DataError(f"expected an empty directory, {self.to} holds {content}; name another with --out")
 
     async def _extents(self, name: str) -> dict[int, Extent]:
         found = await self.history.extents(name)

@@ -184,7 +184,7 @@ def tell(run: Path | None, servers: str | None, action: OperatorAction, name: st
         others = ", ".join(sorted(set(known) - {SERVED_POLICY})) or "none"
         raise UserError(f"expected an instance attached to run {connection.run}, got {name!r}; attached are: {others}")
     if action == "promote":
-        _check_promotion(known[name])
+        _check_promotion(known[name], connection.run)
     elif name == SERVED_POLICY:
         raise UserError("expected an attached instance, got the run's own trainer; `streamrl pause` pauses the run")
     elif known[name].served and action in ("detach", "pause_instance"):
@@ -196,14 +196,15 @@ def tell(run: Path | None, servers: str | None, action: OperatorAction, name: st
     return f"asked instance {name} of run {connection.run} at {connection.address}: {action.partition('_')[0]}"
 
 
-def _check_promotion(instance: "InstanceStatus") -> None:
+def _check_promotion(instance: "InstanceStatus", run: str) -> None:
     if instance.served:
         raise UserError(f"expected an instance that is not served, got {instance.name!r}, which is served already")
     if instance.mode != "run" or not instance.alive:
         got = "a paused one" if instance.mode == "pause" else "no heartbeat"
         raise UserError(
             f"expected {instance.name!r} to be running before workers follow it, got {got}; "
-            f"start it with `streamrl algorithms resume {instance.name}` or `streamrl attach {instance.name}`"
+            f"start it with `streamrl algorithms resume {instance.name} --run {run}` or "
+            f"`streamrl attach {instance.name} --run {run}`"
         )
 
 

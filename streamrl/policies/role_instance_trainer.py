@@ -265,7 +265,7 @@ class NameHolder:
                         raise UserError(
                             f"expected no other command to attach {self.instance} to run {self.run_name}, got "
                             f"{beat.holder}, which keeps its trainer alive; attach under another name, or end the "
-                            f"other with `streamrl detach {self.instance} {self.run_name}`"
+                            f"other with `streamrl detach {self.instance} --run {self.run_name}`"
                         )
                     others.discard(beat.incarnation)
         finally:

@@ -95,7 +95,7 @@ class Instances(RunPart):
         """One line per instance."""
         for name, state in sorted(self.told.items()):
             mode = f"{state.mode}, served" if name == self.served else state.mode
-            yield f"instance  {name} ({state.algorithm}): {mode}; `streamrl algorithms status` shows more"
+            yield f"instance  {name} ({state.algorithm}): {mode}; `streamrl algorithms ls` shows more"
 
     def rows(self, now: float) -> list[dict[str, Any]]:
         """One row per instance.

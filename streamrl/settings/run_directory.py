@@ -56,14 +56,14 @@ Written by `streamrl run`. To continue the run, also with more steps: `streamrl 
 
 | file | contents |
 |---|---|
-| `report.html` | the run as a page, written at its end (`streamrl report {path}` writes it again) |
+| `report.html` | the run as a page, written at its end (`streamrl report --run {path}` writes it again) |
 | `summary.json` | the run's figures in one object; the manual explains each under Concepts, The figures |
 | `metrics.jsonl` | one line per optimizer step, under TRL's names |
 | `config.resolved.toml` | all settings of the run; this file alone repeats it |
 | `checkpoints/step_N/` | models for `from_pretrained`, with `trainer_state/` to resume from (`streamrl checkpoints`) |
 | `identity.json` | the run's identity; without it the topics of this name are refused |
 | `logs/` | one file per process; read `trainer.log` first, then `worker-0.log` |
-| `kafka/` | data of the run's own broker: every prompt, trajectory and skip (`streamrl audit {path}`) |
+| `kafka/` | data of the run's own broker: every prompt, trajectory and skip (`streamrl audit --run {path}`) |
 | `weights/` | the newest weight versions, for workers; not needed after the run |
 | `records.sqlite`, `audit.sqlite`, `gathered.json` | derived from the topics, and made again if they are missing |
 | `tracking/`, `traces/`, `cache/` | files of experiment trackers, traces and downloads, if there are any |

@@ -75,7 +75,7 @@ def test_a_balanced_run_ends_with_0_and_one_that_is_not_with_4_and_the_first_off
     world.written.clear()
     world.skip(victim, SkipReason.FILTERED)
     asyncio.run(_publish(bootstrap_servers, directory.path.name, [out for _, out in world.written]))
-    done = ended("audit", str(directory.path))
+    done = ended("audit", "--run", str(directory.path))
     assert (done.returncode, done.niceness) == (4, NICENESS), done.stderr
     first = done.stdout.splitlines()[0]
     assert first.startswith("NOT BALANCED: two_fates")
@@ -106,7 +106,7 @@ def test_an_export_is_audited_without_a_broker(
     assert sorted(asyncio.run(exported()), key=lambda r: (r.partition, r.offset)) == on_the_broker
     monkeypatch.setenv(SERVERS, "127.0.0.1:1")
     assert audit_run(None, tmp_path / "out", as_json=False) == 0
-    with pytest.raises(UserError, match="--to"):
+    with pytest.raises(UserError, match="--out"):
         export_run(directory.path, tmp_path / "out", "parquet", [])
     with pytest.raises(UserError, match="'nonsense'"):
         export_run(directory.path, tmp_path / "else", "jsonl", ["nonsense"])
@@ -159,7 +159,7 @@ def test_dead_letters_are_listed_shown_and_retried_once(
 
 
 def test_mistakes_of_the_user_end_with_2_and_one_line(tmp_path: Path) -> None:
-    done = ended("audit", str(tmp_path / "nowhere"))
+    done = ended("audit", "--run", str(tmp_path / "nowhere"))
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     done = ended("audit")

@@ -152,7 +152,7 @@ async def test_no_manifest_means_no_export(tmp_path: Path) -> None:
 
 async def test_a_directory_that_is_not_empty_and_a_run_that_is_not_there_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="--to"):
+    with pytest.raises(DataError, match="--out"):
         await Exporter(BusHistory(await _bus()), RUN, Path("c"), tmp_path).export(USUAL, [])
     with pytest.raises(DataError, match="found none"):
         await Exporter(BusHistory(MemoryBus()), RUN, Path("c"), tmp_path / "new").export(USUAL, [])

@@ -114,7 +114,7 @@ def check_the_game(run: LocalRun) -> None:
     first = min(games_of_several_turns(run), key=lambda row: row["step"])
     (replayed,) = handle.replay(first["step"])
     assert replayed.rebuilt.verdict == "bit-equal"
-    shown = ended("show", first["trajectory_id"], str(run.directory))
+    shown = ended("show", first["trajectory_id"], "--run", str(run.directory))
     assert shown.returncode == 0, shown.stderr
     assert "turns of session env-" in shown.stdout
     assert "2: tokens [" in shown.stdout

@@ -169,7 +169,7 @@ WORKER = {
 
 
 async def test_status_of_instances_and_displays_tell_the_same_of_a_step() -> None:
-    """By one function: `streamrl algorithms status`, `top`, the page and the Python API."""
+    """By one function: `streamrl algorithms ls`, `top`, the page and the Python API."""
     bus, scope = topics_of(RUN), scope_of(RUN, NAME)
     for topic in INSTANCE_TOPICS:
         bus.create_topic(topic.full_name(scope), 1)

@@ -4,6 +4,7 @@ import pytest
 
 from streamrl.schemas.errors import SettingsError
 from streamrl.settings.explaining import explain, schema
+from streamrl.settings.first import first_keys
 from streamrl.settings.keys import known_keys
 
 
@@ -19,6 +20,14 @@ def test_a_setting_says_what_it_may_be_and_where_to_set_it() -> None:
     ]
     assert explain("data.seed")[2] == "  integer >= 0 or none; default none"
     assert '"trl", "verl", "openrlhf"; default "trl"' in explain("data.format")[2]
+
+
+def test_the_first_settings_exist_and_are_few_and_all_others_are_advanced() -> None:
+    first = list(first_keys())
+    assert len(first) == len(set(first)) <= 40
+    assert set(first) <= set(known_keys())
+    for key in known_keys():
+        assert ("  advanced: most runs keep the default" in explain(key)) == (key not in first), key
 
 
 def test_a_section_lists_its_settings() -> None:

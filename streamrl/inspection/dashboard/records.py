@@ -204,8 +204,8 @@ def commands_for(history: TrajectoryHistory, run_path: str) -> list[str]:
     """Commands that show more: the steps that trained the trajectory, and the trajectory itself."""
     run = shlex.quote(run_path)
     steps = [match[1] for seen in history.records if (match := _STEP.match(seen.fate))]
-    shown = f"streamrl show {shlex.quote(history.trajectory.trajectory_id)} {run}"
-    return [*(f"streamrl replay {run} --step {step}" for step in steps), shown]
+    shown = f"streamrl show {shlex.quote(history.trajectory.trajectory_id)} --run {run}"
+    return [*(f"streamrl replay --run {run} --step {step}" for step in steps), shown]
 
 
 def _tokens(trajectory: Trajectory, piece: Piece) -> list[list[Any]]:

@@ -202,8 +202,8 @@ class HistoryReader:
                 )
         return (
             f"expected a trajectory id, a group id or partition@offset on {TRAJECTORIES.full_name(self._run)}, got "
-            f"{name!r}, which is not there; ids are <prompt id>/<pass>/<sample>, and `streamrl replay RUN --step N` "
-            "lists those of a step"
+            f"{name!r}, which is not there; ids are <prompt id>/<pass>/<sample>, and "
+            "`streamrl replay --run RUN --step N` lists those of a step"
         )
 
     async def _orders(self, group: str, sample: int | None) -> list[WorkOrder]:
@@ -294,7 +294,7 @@ class HistoryReader:
             if not letters:
                 raise
             raise UserError(
-                f"{error}; `streamrl dlq show RUN {letters[-1].offset}` shows why it was refused"
+                f"{error}; `streamrl dlq show {letters[-1].offset} --run RUN` shows why it was refused"
             ) from error
 
     def _letters(self, places: list[Place]) -> list[Position]:

@@ -282,7 +282,7 @@ def ids_among(
         of, number = ("the step", "N") if step is None else (f"step {step}", step)
         raise UserError(
             f"expected a trajectory that {of} trained, got {unknown[0]!r}; "
-            f"`streamrl replay {run} --step {number}` lists them"
+            f"`streamrl replay --run {run} --step {number}` lists them"
         )
     return set(found)
 
@@ -391,4 +391,4 @@ def keep_tensors(directory: Path, step: int, tensors: Mapping[str, Mapping[str, 
             contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in found.items()}
             save_file(contiguous, target / f"{name}.safetensors", metadata={"format": "pt"})
     except OSError as error:
-        raise UserError(f"expected a writable directory for --keep, got {target}: {error.strerror}") from error
+        raise UserError(f"expected a writable directory for --out, got {target}: {error.strerror}") from error

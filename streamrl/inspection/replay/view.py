@@ -45,7 +45,7 @@ def replay_lines(found: "StepReplay", run: str) -> list[str]:
         lines += [f"  {name}: {why}" for name, why in rebuilt.left_out]
     if found.what_if is not None:
         lines += ["", *_what_if(found.what_if)]
-    return [*lines, "", f"look at one of them: streamrl show TRAJECTORY {run}"]
+    return [*lines, "", f"look at one of them: streamrl show TRAJECTORY --run {run}"]
 
 
 def step_line(found: "StepReplay") -> str:
@@ -179,7 +179,7 @@ def _outlier_lines(outlier: "GradientOutlier", run: str, seen: set[str]) -> list
         *(sibling if outlier.group_id in seen else []),
         f"    prompt:     {_short(outlier.prompt)}",
         f"    completion: {_short(outlier.completion)}",
-        f"    streamrl show {row.trajectory_id} {run}",
+        f"    streamrl show {row.trajectory_id} --run {run}",
     ]
 
 

@@ -272,7 +272,7 @@ def _missing(records: Sequence[RunRecord]) -> list[str]:
         return []
     return [
         f"{', '.join(names)}: topics were not read, so workers' tracks, staleness, lengths and samples are missing. "
-        "Run `streamrl report RUN --from-topics` to read them."
+        "Run `streamrl report --run RUN --from-topics` to read them."
     ]
 
 

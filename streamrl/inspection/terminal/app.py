@@ -233,7 +233,7 @@ class Trajectories(Container):
         self.run_worker(self._open(row), exclusive=True)
 
     async def _open(self, row: Row) -> None:
-        command = f"streamrl show {row['id']} {self.run_path}"
+        command = f"streamrl show {row['id']} --run {self.run_path}"
         try:
             text = whole(await self.read(row["place"]), row["place"], row["fate"], command)
         except StreamRLError as error:

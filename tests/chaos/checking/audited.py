@@ -51,7 +51,7 @@ def _disagreements(verdict: AuditReport, findings: Findings, instances: Mapping[
 async def audit_by_command(setting: Setting) -> list[str]:
     """`streamrl audit --json`, as a user calls it."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "streamrl", "audit", str(setting.directory.config), "--json"),
+        *(sys.executable, "-m", "streamrl", "audit", "--run", str(setting.directory.config), "--json"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

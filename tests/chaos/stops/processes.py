@@ -114,7 +114,7 @@ class StoppedRun:
         if role == "export":  # each into a directory of its own
             self.exports += 1
             spec = replace(
-                spec, command=[*spec.command, "--to", f"{self.setting.directory.path}-export-{self.exports}"]
+                spec, command=[*spec.command, "--out", f"{self.setting.directory.path}-export-{self.exports}"]
             )
         log = spec.log_path
         self.lives[role] = Life(spec, await Child.start(spec), log.stat().st_size if log.exists() else 0)
@@ -164,8 +164,8 @@ def _specs(setting: Setting, copies_port: int, page_port: int, mark: str) -> dic
     children, directory = ChildSpecs(setting.directory, []), setting.directory
     own = f"--relay.store={directory.path / COPIES}", f"--relay.port={copies_port}"
     command = [sys.executable, "-P", "-m", "streamrl"]
-    page = [*command, "ui", str(directory.path), "--port", str(page_port), "--no-open"]
-    export = [*command, "export", str(directory.path)]
+    page = [*command, "ui", "--run", str(directory.path), "--port", str(page_port), "--no-open"]
+    export = [*command, "export", "--run", str(directory.path)]
     added = [process for feature in features() for process in feature.processes.started(setting.settings)]
     specs = [
         *children.all(2, others=added),

@@ -49,7 +49,7 @@ from tests.fakes.topics import send
 from tests.progress import within
 
 _numbers = unique_numbers()
-WAYS = ("--adopt", "--run.name", f"`streamrl topics delete --run {RUN}`")
+WAYS = ("--adopt", "--run.name", f"`streamrl topics rm --run {RUN}`")
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def asked(address: str, key: str, body: Mapping[str, Any] | None = None) -> tupl
 
 def audited(compose: Compose) -> str:
     """What the audit says of the run; it fails unless everything balances."""
-    return compose("run", "--rm", "tools", "audit", "streamrl.toml", timeout_s=300)
+    return compose("run", "--rm", "tools", "audit", "--run", "streamrl.toml", timeout_s=300)
 
 
 @pytest.fixture(scope="module")

@@ -140,7 +140,7 @@ def test_a_second_directory_with_the_name_of_a_living_run_is_refused_by_the_real
         assert f"refused/{IDENTITY_FILE}" in before
         text = streamrl("run", str(second), broker, code=2)
         (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
-        delete = f"streamrl topics delete --run refused --bootstrap-servers {bootstrap_servers}"
+        delete = f"streamrl topics rm --run refused --bootstrap-servers {bootstrap_servers}"
         for part in (str(tmp_path / "d1" / "refused"), "lineage 1", "--adopt", "--run.name", delete):
             assert part in line, line
         assert not (tmp_path / "d2").exists()

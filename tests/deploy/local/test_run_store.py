@@ -123,7 +123,7 @@ def test_a_run_of_another_release_is_asked_for_at_its_broker(
 def test_topics_on_anothers_broker_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a_run(tmp_path, "guest", own_broker=False)
     assert remove_runs(tmp_path, ["guest"], keep_results=False, ask=False) == 0
-    assert "`streamrl topics delete --run guest`" in capsys.readouterr().out
+    assert "`streamrl topics rm --run guest`" in capsys.readouterr().out
 
 
 def test_a_run_directory_explains_itself(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def call(*arguments: object) -> tuple[int, str]:
 
 
 def listed(run: Path, *options: str) -> list[tuple[str, list[str], bool, bool, str]]:
-    code, text = call("list", run, "--json", *options)
+    code, text = call("ls", "--run", run, "--json", *options)
     assert code == 0, text
     rows = [json.loads(line) for line in text.splitlines()]
     return [(row["version"], row["pinned"], row["next_start"], row["undone"], row["state"]) for row in rows]
@@ -66,8 +66,8 @@ def listed(run: Path, *options: str) -> list[tuple[str, list[str], bool, bool, s
 
 def test_checkpoints_are_listed_pinned_restored_and_unpinned(stored: Path) -> None:
     assert listed(stored) == [("1-4", [], True, False, "sealed"), ("1-2", [], False, False, "sealed")]
-    assert call("pin", stored, 2, "--name", "good")[0] == 0
-    code, text = call("restore", stored, "good")
+    assert call("pin", 2, "--run", stored, "--name", "good")[0] == 0
+    code, text = call("restore", "good", "--run", stored)
     assert code == 0
     assert text.splitlines() == [
         "the next start continues from checkpoint 1-2, step 2, in a new lineage",
@@ -77,29 +77,29 @@ def test_checkpoints_are_listed_pinned_restored_and_unpinned(stored: Path) -> No
         ("1-4", ["undone-1-4"], False, True, "verified"),
         ("1-2", ["good"], True, False, "verified"),
     ]
-    assert call("restore", stored, 2)[1].startswith("nothing to do: the next start continues from 1-2")
-    assert call("unpin", stored, "1-4") == (
+    assert call("restore", 2, "--run", stored)[1].startswith("nothing to do: the next start continues from 1-2")
+    assert call("unpin", "1-4", "--run", stored) == (
         0,
         "unpinned undone-1-4: the trainer may remove it after its next checkpoint\n",
     )
-    assert "undone" in call("list", stored)[1]
+    assert "undone" in call("ls", "--run", stored)[1]
 
 
 def test_damage_is_named_and_ends_with_code_4(stored: Path) -> None:
-    assert call("verify", stored) == (0, "1-4 verified: 6 files, 0.0 MB\n1-2 verified: 6 files, 0.0 MB\n")
+    assert call("verify", "--run", stored) == (0, "1-4 verified: 6 files, 0.0 MB\n1-2 verified: 6 files, 0.0 MB\n")
     Storage(stored / "checkpoints", stored).put(1, 4, "config.json", b"[]")
-    code, text = call("verify", stored)
+    code, text = call("verify", "--run", stored)
     assert code == 4
     assert "1-4 DAMAGED: expected " in text.replace("\n", " ")
     assert "config.json with sha256 " in text.replace("\n", " ")
-    assert call("verify", stored, 2)[0] == 0
-    assert call("list", stored, "--verify")[0] == 4
+    assert call("verify", 2, "--run", stored)[0] == 0
+    assert call("ls", "--run", stored, "--verify")[0] == 4
 
 
 def test_what_is_no_checkpoint_ends_in_one_line(stored: Path) -> None:
-    code, text = call("restore", stored, 7)
+    code, text = call("restore", 7, "--run", stored)
     assert (code, text) == (2, "expected a checkpoint's step, version or pin, got '7'; there are: 1-4, 1-2")
-    assert call("unpin", stored, 2) == (2, "expected a pinned checkpoint, got '2', which has no pin")
+    assert call("unpin", 2, "--run", stored) == (2, "expected a pinned checkpoint, got '2', which has no pin")
 
 
 async def test_a_run_that_beats_is_alive_and_one_that_did_is_not() -> None:

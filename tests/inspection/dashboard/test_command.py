@@ -57,7 +57,7 @@ async def test_a_port_that_is_taken_is_one_line(living_run: RunConnection) -> No
     assert re.match(r"error: expected to listen at 127\.0\.0\.1:\d+.*--port", told.decode().strip().splitlines()[-1])
 
 
-@pytest.mark.parametrize("arguments", [["--port", "70000"], ["nowhere"]])
+@pytest.mark.parametrize("arguments", [["--port", "70000"], ["--run", "no/where"]])
 def test_mistakes_are_told_without_a_traceback(arguments: list[str]) -> None:
     done = ended("ui", "--no-open", *arguments)
     assert (done.returncode, done.stdout) == (2, "")

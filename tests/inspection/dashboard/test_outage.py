@@ -31,7 +31,7 @@ async def test_an_outage_is_told_once_with_what_to_do_and_so_is_its_end(
         address = cluster.bootstrap_servers
         await write_run(address, "my-bad")
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "streamrl", "ui", "my-bad", "--no-open", "--port", "0",
+            sys.executable, "-m", "streamrl", "ui", "--run", "my-bad", "--no-open", "--port", "0",
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         try:

@@ -28,43 +28,43 @@ def config(tmp_path: Path, kafka: str = "") -> Path:
 
 
 def test_a_broker_alone_is_enough() -> None:
-    found = connect(None, "", "broker:9092")
+    found = connect(None, "broker:9092")
     assert (found.address, found.run, found.settings) == ("broker:9092", "", None)
 
 
 def test_a_configuration_names_run_and_broker_and_the_command_line_wins(tmp_path: Path) -> None:
     path = config(tmp_path, 'bootstrap_servers = "a:1"\nsecurity_protocol = "SSL"')
-    assert connect(path, "", None).address == "a:1"
-    found = connect(path, "", "b:2")
+    assert connect(path, None).address == "a:1"
+    found = connect(path, "b:2")
     assert (found.address, found.run, found.kafka.security_protocol) == ("b:2", "mine", "SSL")
 
 
 def test_a_name_beside_a_broker_is_a_run_s(tmp_path: Path) -> None:
-    assert connect(Path("mine"), "", "b:2").run == "mine"
+    assert connect(Path("mine"), "b:2").run == "mine"
 
 
 def test_security_comes_from_the_environment_when_only_a_broker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STREAMRL_KAFKA__SECURITY_PROTOCOL", "SASL_SSL")
-    assert connect(None, "", "b:2").kafka.security_protocol == "SASL_SSL"
+    assert connect(None, "b:2").kafka.security_protocol == "SASL_SSL"
     monkeypatch.setenv("STREAMRL_KAFKA__SECURITY_PROTOCOL", "NONE")
     with pytest.raises(SettingsError, match=r"kafka\.security_protocol"):
-        connect(None, "", "b:2")
+        connect(None, "b:2")
 
 
 def test_without_any_broker_it_says_how_to_name_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--bootstrap-servers"):
-        connect(None, "", None)
+        connect(None, None)
     with pytest.raises(UserError, match=r"run mine, got none: .* name another with --boot"):
-        connect(config(tmp_path), "", None)
-    with pytest.raises(UserError, match="name of a run"):
-        connect(None, "No Run!", "b:2")
+        connect(config(tmp_path), None)
+    with pytest.raises(UserError, match="got No Run!, which does not exist"):
+        connect(Path("No Run!"), "b:2")
 
 
 def test_a_run_that_is_over_is_told_how_to_start_its_broker_again(tmp_path: Path) -> None:
     path = config(tmp_path)
     (tmp_path / "runs/mine/kafka/node-1").mkdir(parents=True)
     with pytest.raises(UserError, match=r"`streamrl kafka up --data-dir runs/mine/kafka`"):
-        connect(path, "", None)
+        connect(path, None)
 
 
 def test_only_the_broker_of_the_run_itself_can_be_started_again_by_its_data() -> None:
@@ -76,7 +76,7 @@ def test_only_the_broker_of_the_run_itself_can_be_started_again_by_its_data() ->
     )
     three = RunConnection(KafkaSettings(bootstrap_servers="h:1,h:7,h:9"), "my-bad", data=data)
     assert "kafka' --nodes 3` starts" in three.advice
-    assert connect(Path("mine"), "", "b:2").advice == ""
+    assert connect(Path("mine"), "b:2").advice == ""
 
 
 def test_a_run_that_is_named_is_looked_for_at_its_own_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,9 +85,9 @@ def test_a_run_that_is_named_is_looked_for_at_its_own_broker(tmp_path: Path, mon
         directory.mkdir(parents=True)
         (directory / "config.resolved.toml").write_text(config(tmp_path).read_text().replace("mine", name))
     monkeypatch.setattr("streamrl.inspection.diagnostics.connect.own_broker", lambda run: f"{run.path.name}:1")
-    assert (connect(None, "mine", None).run, connect(None, "mine", None).address) == ("mine", "mine:1")
-    assert connect(None, "mine", "b:2").address == "b:2"
-    assert connect(None, "elsewhere", None).address == "newest:1"
+    assert (connect(Path("mine"), None).run, connect(Path("mine"), None).address) == ("mine", "mine:1")
+    assert connect(Path("mine"), "b:2").address == "b:2"
+    assert connect(Path("elsewhere"), None).address == "newest:1"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_commands_about_a_run_start_no_broker_of_their_own(command: list[str], m
         raise AssertionError("a broker was started")
 
     monkeypatch.setattr("streamrl.bus.embedded.cluster.start_cluster", never)
-    with pytest.raises(UserError, match=r"expected a running broker, got none .*--bootstrap-servers"):
+    with pytest.raises(UserError, match=r"expected run mine under runs/, or a running broker .*, got none .*--boot"):
         get_command(app).main([*command, "--run", "mine"], standalone_mode=False)
 
 

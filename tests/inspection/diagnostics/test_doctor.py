@@ -71,7 +71,7 @@ def test_a_broker_that_does_not_answer_fails_and_the_rest_is_looked_at(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("streamrl.inspection.diagnostics.checks.ENGINE_LIBRARIES", {})
-    assert run_doctor(None, "", f"127.0.0.1:{free_ports(1)[0]}", as_json=True) == 2
+    assert run_doctor(None, f"127.0.0.1:{free_ports(1)[0]}", as_json=True) == 2
     rows = json.loads(capsys.readouterr().out)
     levels = {row["check"]: row["level"] for row in rows}
     assert levels["broker"] == "fail"

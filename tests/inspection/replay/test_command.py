@@ -128,7 +128,7 @@ def test_dead_letters_can_be_asked_for(ask: Ask) -> None:
 
 
 def test_kept_tensors_are_those_of_the_trainer(recorded_run: RecordedRunFiles, ask: Ask, tmp_path: Path) -> None:
-    ask(steps=(12, 12), keep=tmp_path)
+    ask(steps=(12, 12), out=tmp_path)
     kept = load_file(tmp_path / "step_12" / "weights.safetensors")
     original = load_file(recorded_run.directory / "checkpoints" / "step_12" / "model.safetensors")
     assert kept.keys() == original.keys()
@@ -188,7 +188,7 @@ def test_a_replay_writes_nothing(
         {"steps": (8, 8), "per_trajectory": True, "algorithm": "rloo"},
         {"steps": (BAD_STEP, BAD_STEP), "bisect": True},
         {"from_dlq": True},
-        {"steps": (3, 4), "keep": tmp_path},
+        {"steps": (3, 4), "out": tmp_path},
     ):
         bus.arrived = asyncio.Condition()
         request = request_of(recorded_run.directory, **changes)
@@ -215,7 +215,7 @@ def test_the_command_ends_in_one_line_and_exit_code_two(
     recorded_run: RecordedRunFiles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--export", str(recorded_run.export), "--step", "99"]
-    monkeypatch.setattr(sys, "argv", ["streamrl", "replay", str(recorded_run.directory), *options])
+    monkeypatch.setattr(sys, "argv", ["streamrl", "replay", "--run", str(recorded_run.directory), *options])
     try:
         with pytest.raises(SystemExit) as ended:
             main()

@@ -81,7 +81,7 @@ async def test_texts_of_a_run_are_escaped(written: Written) -> None:
 
 async def test_a_run_that_kept_nothing_of_its_topics_says_how_to_have_it(written: Written) -> None:
     assert "trial-3: topics were not read" in page_of(written.records)
-    assert "streamrl report RUN --from-topics" in page_of(written.records[2:])
+    assert "streamrl report --run RUN --from-topics" in page_of(written.records[2:])
     assert "topics were not read" not in page_of(written.records[:1])
 
 

@@ -111,7 +111,7 @@ def test_an_unknown_run_is_one_line(living_run: RunConnection) -> None:
     assert re.fullmatch(r"error: expected the topics of run nobody at \S+, found those of: .*\n", done.stderr)
 
 
-@pytest.mark.parametrize("arguments", [["--bootstrap-servers", "127.0.0.1:1", "--run", "r"], ["nowhere"],
+@pytest.mark.parametrize("arguments", [["--bootstrap-servers", "127.0.0.1:1", "--run", "r"], ["--run", "no/where"],
                                        ["--interval", "0"]])  # fmt: skip
 def test_mistakes_are_told_without_a_traceback(arguments: list[str]) -> None:
     done = ended("top", "--once", *arguments)

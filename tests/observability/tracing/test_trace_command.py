@@ -57,7 +57,7 @@ def run_of(traces: Path) -> str:
 
 
 def test_a_group_is_a_tree_with_the_steps_behind_it(traces: Path) -> None:
-    lines = printed("a/0/0", run_of(traces))
+    lines = printed("a/0/0", "--run", run_of(traces))
     assert lines[0] == f"trace {0xA:032x}"
     assert [line[:28].rstrip() for line in lines[1:]] == [
         "dispatch",
@@ -76,13 +76,13 @@ def test_a_group_is_a_tree_with_the_steps_behind_it(traces: Path) -> None:
 
 
 def test_a_trajectory_comes_without_its_siblings(traces: Path) -> None:
-    lines = printed("a/0/0/1", run_of(traces))
+    lines = printed("a/0/0/1", "--run", run_of(traces))
     assert len(lines) == 1 + 4 + 2
     assert "a/0/0/1" in lines[2]
 
 
 def test_a_trace_id_will_do_and_json_has_everything(traces: Path) -> None:
-    spans = json.loads(printed(f"{0xA:032x}", run_of(traces), "--json")[0])
+    spans = json.loads(printed(f"{0xA:032x}", "--run", run_of(traces), "--json")[0])
     assert len(spans) == 9
     assert {span["process"] for span in spans} == {"dispatcher", "worker-1"}
 
@@ -95,6 +95,6 @@ def test_what_is_not_there_is_said(traces: Path, name: str) -> None:
 
 def test_a_run_without_traces_says_which_setting_makes_them(tmp_path: Path) -> None:
     (tmp_path / "config.resolved.toml").write_text('[model]\npath = "m"\n[data]\npath = "p.jsonl"\n')
-    result = CliRunner().invoke(app, ["trace", "a/0/0", str(tmp_path)])
+    result = CliRunner().invoke(app, ["trace", "a/0/0", "--run", str(tmp_path)])
     assert isinstance(result.exception, UserError)
     assert "telemetry.traces" in str(result.exception)

@@ -23,12 +23,12 @@ def test_keys_are_made_listed_and_removed(tmp_path: Path, monkeypatch: pytest.Mo
     Path("my.toml").write_text(CONFIG)
     secret = keys("add", "alice", "--run", "my.toml", "--train", "--concurrent", "3").strip()
     assert secret.startswith("sk-streamrl-")
-    assert keys("list", "--run", "my.toml") == "alice: trained on; 3 concurrent\n"
+    assert keys("ls", "--run", "my.toml") == "alice: trained on; 3 concurrent\n"
     # The same by the run's name, once it has begun.
     Path("runs/k/config.resolved.toml").write_text(CONFIG)
     keys("add", "bob", "--run", "k")
-    assert keys("list", "--run", "k").splitlines()[1] == "bob: not trained on; no limits"
-    assert keys("remove", "alice", "--run", "runs/k") == "removed: alice\n"
+    assert keys("ls", "--run", "k").splitlines()[1] == "bob: not trained on; no limits"
+    assert keys("rm", "alice", "--run", "runs/k") == "removed: alice\n"
     assert secret not in Path("runs/k/gateway/keys.json").read_text()
     with pytest.raises(UserError, match="nowhere"):
-        keys("list", "--run", "nowhere")
+        keys("ls", "--run", "nowhere")

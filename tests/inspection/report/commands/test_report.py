@@ -2,6 +2,7 @@ import asyncio
 import json
 import re
 import shutil
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,9 @@ def runs(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def ended(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code of the report with options, after the runs that the words before them name."""
+    runs = list(takewhile(lambda word: not word.startswith("--"), arguments))
+    arguments = [*(f"--run={run}" for run in runs), *arguments[len(runs) :]]
     monkeypatch.setattr("sys.argv", ["streamrl", "report", *arguments])
     with pytest.raises(SystemExit) as caught:
         app.main()
