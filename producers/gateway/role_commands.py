@@ -52,7 +52,7 @@ Limit = Annotated[int | None, typer.Option(min=1, help="No limit if not given.")
 
 @keys.command()
 def add(
-    name: Annotated[str, typer.Argument(help="Name of the key's holder.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the key's holder.")],
     run: GivenRun,
     train: Annotated[
         bool,
@@ -88,7 +88,7 @@ def list_(run: GivenRun) -> None:
 
 
 @keys.command()
-def rm(name: Annotated[str, typer.Argument(help="Name of the key's holder.")], run: GivenRun) -> None:
+def rm(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the key's holder.")], run: GivenRun) -> None:
     """Remove a key, which a running gateway refuses from then on."""
     _file(run).remove(name)
     print(f"removed: {name}")

@@ -32,7 +32,7 @@ LiveRun = Annotated[
 ]
 JoinedRun = Annotated[
     Path | None,
-    typer.Option("--run", metavar="RUN", help=f"{_A_RUN}: joins it with its settings, at its broker."),
+    typer.Option("--run", metavar="RUN", help=f"{_A_RUN}; joins it with its settings, at its broker."),
 ]
 Servers = Annotated[
     str | None,

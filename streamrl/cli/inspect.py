@@ -119,7 +119,7 @@ def ls(
 # Not called ``show``, because that is this module's command for trajectories.
 @dlq.command("show")
 def dlq_show(
-    offset: Annotated[int, typer.Argument(min=0, help="The letter's offset, as `ls` shows it.")],
+    offset: Annotated[int, typer.Argument(metavar="OFFSET", min=0, help="The letter's offset, as `ls` shows it.")],
     run: GivenRun,
     export: Export = None,
 ) -> None:
@@ -135,7 +135,7 @@ def dlq_show(
 def retry(
     run: GivenRun,
     offsets: Annotated[
-        list[int] | None, typer.Argument(min=0, help="The letters' offsets, as `ls` shows them.")
+        list[int] | None, typer.Argument(metavar="OFFSET", min=0, help="The letters' offsets, as `ls` shows them.")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Send all dead letters.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the letters that would be sent.")] = False,
@@ -298,7 +298,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def tail(
-    topic: Annotated[str, typer.Argument(help="trajectories, steps, skips, control ..., or a full name.")],
+    topic: Annotated[
+        str, typer.Argument(metavar="TOPIC", help="trajectories, steps, skips, control ..., or a full name.")
+    ],
     run: LiveRun = None,
     start: Annotated[
         str, typer.Option("--from", help="beginning, latest, -100, an offset, 10m, or an ISO date and time.")
@@ -368,7 +370,9 @@ def doctor(run: LiveRun = None, bootstrap_servers: Servers = None, as_json: AsJs
 
 
 def trace(
-    name: Annotated[str, typer.Argument(help="A trajectory such as chain_sum/0/0/3, a group, or a trace id.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A trajectory such as chain_sum/0/0/3, a group, or a trace id.")
+    ],
     # Not ``LiveRun``: traces are files in the run's directory, so no broker needs to run.
     run: Annotated[
         Path | None,

@@ -39,7 +39,7 @@ def ls(
 # Not called ``rm``, because that is this module's command for topics.
 @runs.command("rm")
 def remove(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names as `ls` shows them.")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME", help="Names as `ls` shows them.")],
     directory: RunsDirectory = Path("runs"),
     keep_results: Annotated[
         bool, typer.Option("--keep-results", help="Remove broker data, weights and logs; keep report and checkpoints.")
@@ -82,7 +82,7 @@ def list_(
 def verify(
     run: GivenRun,
     checkpoint: Annotated[
-        str | None, typer.Argument(metavar="[CHECKPOINT]", help="Step, version or pin's name; default: all.")
+        str | None, typer.Argument(metavar="CHECKPOINT", help="Step, version or pin's name; default: all.")
     ] = None,
 ) -> None:
     """Compare every file with its checksum in the manifest.
@@ -148,6 +148,12 @@ kafka = typer.Typer(help="A Kafka broker on this machine; Java need not be insta
 topics = typer.Typer(help="Make a broker match the topic catalogue.", no_args_is_help=True)
 
 DataDir = Annotated[Path | None, typer.Option(help="Directory for the broker's data; default: in the cache.")]
+TopicsRun = Annotated[
+    Path,
+    typer.Option(
+        "--run", metavar="RUN", help="The run's directory, its configuration file, or its name: its topics' prefix."
+    ),
+]
 PARTITIONS = 8
 Partitions = Annotated[
     int | None,
@@ -199,7 +205,7 @@ def show(data_dir: DataDir = None) -> None:
 
 
 @topics.command()
-def apply(run: GivenRun, bootstrap_servers: Servers = None, partitions: Partitions = None) -> None:
+def apply(run: TopicsRun, bootstrap_servers: Servers = None, partitions: Partitions = None) -> None:
     """Create or alter the run's topics so that they match the catalogue.
 
     Running it again changes nothing.
@@ -208,7 +214,7 @@ def apply(run: GivenRun, bootstrap_servers: Servers = None, partitions: Partitio
 
 
 @topics.command()
-def diff(run: GivenRun, bootstrap_servers: Servers = None, partitions: Partitions = None) -> None:
+def diff(run: TopicsRun, bootstrap_servers: Servers = None, partitions: Partitions = None) -> None:
     """Print the changes that `apply` would make. Exit code 1 if there are any."""
     if _topics(run, bootstrap_servers, partitions, change=False):
         raise typer.Exit(1)
@@ -216,7 +222,7 @@ def diff(run: GivenRun, bootstrap_servers: Servers = None, partitions: Partition
 
 @topics.command()
 def rm(
-    run: GivenRun,
+    run: TopicsRun,
     bootstrap_servers: Annotated[
         str | None,
         typer.Option(

@@ -147,7 +147,9 @@ def _run(role: str, context: typer.Context, run: Path | None, worker_id: str = "
 
 
 def init(
-    directory: Annotated[Path, typer.Argument(help="Directory for the files; created if missing.")] = Path("."),
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIRECTORY", help="Directory for the files; created if missing.")
+    ] = Path("."),
     example: Annotated[
         Literal["math", "tiny", "demo", "calculator", "smollm2"],
         typer.Option(
@@ -227,7 +229,8 @@ def explain(
     key: Annotated[
         str | None,
         typer.Argument(
-            help="Such as loop.max_staleness, or a section such as loop; default: list the settings that people change."
+            metavar="KEY",
+            help="Such as loop.max_staleness, or a section: loop; default: the settings that people change.",
         ),
     ] = None,
     as_schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of all settings instead.")] = False,

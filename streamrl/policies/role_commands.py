@@ -73,7 +73,7 @@ def promote(name: Name, run: GivenRun, bootstrap_servers: Servers = None, reason
 def split(
     run: GivenRun,
     shares: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME=SHARE]...", help="Share of the groups for each instance.")
+        list[str] | None, typer.Argument(metavar="NAME=SHARE", help="Share of the groups for each instance.")
     ] = None,
     off: Annotated[bool, typer.Option("--off", help="Let the served policy sample everything again.")] = False,
     bootstrap_servers: Servers = None,

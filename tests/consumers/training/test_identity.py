@@ -519,7 +519,7 @@ def test_the_weights_of_one_run_never_go_on_under_the_name_of_another(start: Sta
 
 def test_the_command_that_deletes_names_the_broker_that_was_named() -> None:
     start = replace(START, topics=TopicsState(THEIRS, 1), servers="kafka:9092")
-    with pytest.raises(IdentityError, match="delete --run r --bootstrap-servers kafka:9092`"):
+    with pytest.raises(IdentityError, match="rm --run r --bootstrap-servers kafka:9092`"):
         decide(start)
 
 

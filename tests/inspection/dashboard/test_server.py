@@ -99,7 +99,8 @@ async def test_a_trajectory_is_told_by_token_and_by_hop(web: aiohttp.ClientSessi
     assert sum(end - start for _, start, end in life["spans"]) == life["length"]
     assert [what for _, _, what, _ in life["events"]][-1] in ("weights in use", "weights announced", "reported")
     step = dashboard.state.trajectories.fates.of(place).removeprefix("trained in step ")
-    assert life["commands"] == [f"streamrl replay runs/{RUN} --step {step}", f"streamrl show {life['id']} runs/{RUN}"]
+    where = f"--run runs/{RUN}"
+    assert life["commands"] == [f"streamrl replay {where} --step {step}", f"streamrl show {life['id']} {where}"]
     async with web.get(f"/api/trajectory?id={quote(life['id'])}") as answer:
         assert (await answer.json())["id"] == life["id"]
 

@@ -129,7 +129,7 @@ def test_a_wrong_setting_ends_in_one_line(
             ["plan", "--devices=2", "--profile=latin-1"],
             "expected a profile written by `streamrl profile` in latin-1, got",
         ),
-        (["tail"], "missing argument 'topic'; see `streamrl tail --help`"),
+        (["tail"], "missing argument 'TOPIC'; see `streamrl tail --help`"),
         (
             ["audit", "a"],
             "got unexpected extra argument(s) (a); a run is named with --run; see `streamrl audit",
