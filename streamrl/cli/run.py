@@ -230,7 +230,7 @@ def explain(
         str | None,
         typer.Argument(
             metavar="KEY",
-            help="Such as loop.max_staleness, or a section: loop; default: the settings that people change.",
+            help="A setting such as loop.max_staleness, or a section such as loop; default: those that people change.",
         ),
     ] = None,
     as_schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of all settings instead.")] = False,
