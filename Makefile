@@ -195,16 +195,17 @@ check-pythons: .venv/ready-dev  ## check that each requirements file has wheels 
 # that all lines share, the environment in pyproject.toml, is removed. Test and dev use the versions of the files they build on.
 COMPILE = .venv/bin/uv pip compile -q --universal --python-version 3.11.0 --fork-strategy fewest --no-build --upgrade \
   --no-header --no-annotate --no-emit-index-url --override requirements-overrides.txt
+OURS = pyproject.toml --extra all
 CUT = sed -Ei "s/ and platform_machine == 'x86_64' and platform_python_implementation == 'CPython' and sys_platform == 'linux'$$//; \
   s/ ; python_full_version < '3.15'$$//; s/; python_full_version < '3.15' and /; /"
 
-lock: .venv/bin/uv  ## resolve requirements*.in into requirements*.txt, versions only
-	$(COMPILE) requirements.in -o requirements.txt
+lock: .venv/bin/uv  ## resolve pyproject.toml and requirements*.in into requirements*.txt, versions only
+	$(COMPILE) $(OURS) requirements.in -o requirements.txt
 	$(COMPILE) requirements-optional.in -c requirements.txt -o requirements-optional.txt
-	$(COMPILE) requirements-test.in -c requirements.txt -c requirements-optional.txt -o requirements-test.txt
-	$(COMPILE) requirements-dev.in -c requirements-test.txt -o requirements-dev.txt
-	$(COMPILE) --override requirements-vllm-overrides.txt requirements-vllm.in -o requirements-vllm.txt
-	$(COMPILE) deploy/images/requirements-vllm-gpu.in -o deploy/images/requirements-vllm-gpu.txt
+	$(COMPILE) $(OURS) requirements-test.in -c requirements.txt -c requirements-optional.txt -o requirements-test.txt
+	$(COMPILE) $(OURS) requirements-dev.in -c requirements-test.txt -o requirements-dev.txt
+	$(COMPILE) --override requirements-vllm-overrides.txt $(OURS) requirements-vllm.in -o requirements-vllm.txt
+	$(COMPILE) $(OURS) deploy/images/requirements-vllm-gpu.in -o deploy/images/requirements-vllm-gpu.txt
 	$(CUT) requirements.txt requirements-{optional,test,dev,vllm}.txt deploy/images/requirements-vllm-gpu.txt
 
 clean:  ## remove the environments and caches of this checkout
@@ -222,7 +223,7 @@ clean:  ## remove the environments and caches of this checkout
 INSTALL = .venv/bin/uv pip install --no-deps --no-build
 INSTALL_OURS = .venv/bin/uv pip install -q --no-deps --no-build-isolation -e .
 
-.venv/ready: .venv/bin/uv requirements.txt pyproject.toml requirements.in
+.venv/ready: .venv/bin/uv requirements.txt pyproject.toml
 	@echo "installing packages into .venv"
 	@$(INSTALL) --python .venv -r requirements.txt
 	@$(INSTALL_OURS) --python .venv

@@ -1,7 +1,8 @@
 """``python .ci/check_pythons.py [--only resolve|install]``: can it be installed with each Python, from wheels?
 
 1. Resolve: for the oldest patch release of each Python, every package of every requirements file has a wheel, and what
-   `pip install streamrl` would choose itself has too. Nothing is installed. An older patch release is the stricter one.
+   `pip install streamrl[all]` would choose itself has too. Nothing is installed. An older patch release is the
+   stricter one.
 2. Install: the oldest and the newest Python that is found here gets requirements.txt from wheels alone, in a temporary
    folder, and our own wheel; then `streamrl demo` takes three steps. To be done in a minute, its model is warm-started
    for one optimizer step instead of the usual minutes, and is not evaluated: all else is the demo's.
@@ -57,8 +58,9 @@ def resolve() -> list[str]:
                 "pip", "install", "--dry-run", "--no-deps", "--no-build", *_platform(version, glibc),
                 "--target", Path(tempfile.gettempdir()) / "nothing-is-installed-here", *wanted,
             ]  # fmt: skip
-        commands[f"pip install streamrl for Python {version}"] = [
-            "pip", "compile", "--no-build", "--no-config", *_platform(version, GLIBC), "requirements.in",
+        commands[f"pip install streamrl[all] for Python {version}"] = [
+            "pip", "compile", "--no-build", "--no-config", *_platform(version, GLIBC),
+            "pyproject.toml", "--extra", "all",
         ]  # fmt: skip
     with ThreadPoolExecutor(2) as pool:
         ended = pool.map(lambda command: run([UV, "-q", *command], timeout_s=120), commands.values())

@@ -18,6 +18,7 @@ from streamrl.bus.waiting import in_thread
 from streamrl.inspection.source import PastRun, history_of, open_run
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.evaluation import EVALUATED
+from streamrl.schemas.extras import require_extra
 from streamrl.schemas.settings import UNSET
 from streamrl.settings.features import policy_operators
 from streamrl.settings.layers import Tree, merged
@@ -202,6 +203,7 @@ class Run:
         return self._table_of_lines(evaluated=True)
 
     def _table_of_lines(self, *, evaluated: bool) -> "pa.Table":
+        require_extra("inspect", "a run's tables", "pyarrow")
         from streamrl.inspection.tables import table_of
 
         path = self._past.directory.metrics
@@ -231,6 +233,7 @@ class Run:
         Raises:
             UserError: the run's topics are neither on a broker nor on disk.
         """
+        require_extra("inspect", "a run's tables", "pyarrow")
         from streamrl.inspection.tables import trajectory_table
 
         return self._read(lambda history: trajectory_table(history, self.name, self._algorithm, tokens=tokens))
@@ -241,6 +244,7 @@ class Run:
         Raises:
             UserError: the run's topics are neither on a broker nor on disk.
         """
+        require_extra("inspect", "a run's tables", "pyarrow")
         from streamrl.inspection.tables import step_table
 
         return self._read(lambda history: step_table(history, self.name, self._algorithm))

@@ -20,6 +20,7 @@ from transformers.utils.hub import cached_file
 
 from streamrl.consumers.training.settings import LoraSettings
 from streamrl.schemas.errors import CheckpointError, ModelError
+from streamrl.schemas.extras import how_to_install
 from streamrl.schemas.weights import ADAPTER, merged_weight, weights_sha256
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -46,8 +47,8 @@ def add_adapters(model: Any, lora: LoraSettings) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ModelError(
-            f"expected the package peft for training.lora.rank = {lora.rank}, got: {error}; install peft, or set the "
-            "rank to 0"
+            f"expected the package peft for training.lora.rank = {lora.rank}, got: {error}; "
+            f"{how_to_install('lora')}, or set the rank to 0"
         ) from error
     config = LoraConfig(
         r=lora.rank,

@@ -40,7 +40,13 @@ from streamrl.deploy.local.resuming import (
 )
 from streamrl.deploy.local.specs import ChildSpecs
 from streamrl.deploy.local.supervisor import CRASHED_AT_STOP, STOP_GRACE_S, ChildSpec, Supervisor, stop_on_signals
-from streamrl.deploy.local.task_check import check_task, require_readable, require_room, require_writable
+from streamrl.deploy.local.task_check import (
+    check_task,
+    require_extras,
+    require_readable,
+    require_room,
+    require_writable,
+)
 from streamrl.deploy.local.watching import Progress, show_progress, watch
 from streamrl.deploy.wiring.broker import broker_for
 from streamrl.deploy.wiring.process import configure_logging, require_run_role
@@ -192,12 +198,13 @@ def _check_task(settings: Settings, resumed: int) -> list[str]:
     """Refuse a run that is bound to fail, before the broker and the processes start; returns warnings.
 
     Raises:
-        SettingsError: a tracker's package is not installed.
+        SettingsError: an optional package that the settings need is not installed.
         ModelError: the model's path is neither a directory nor a hub's name.
         DataError: the file of prompts does not exist.
         UserError: a port of relay or gateway is taken, the model or the prompts are not readable, no prompt could be
             sampled, a reward function cannot be used, or the disk is too small.
     """
+    require_extras(settings)
     check_installed(settings.tracking)
     for tracker in settings.tracking.to:
         require_writable(settings.run.path / "tracking" / tracker)

@@ -34,6 +34,7 @@ from streamrl.producers.generation.prompt_survey import PromptSurvey, survey
 from streamrl.producers.prompts.sources import PASS_SIZE, open_source
 from streamrl.producers.rewards.trial import RewardTrial, try_rewards
 from streamrl.schemas.errors import ModelError, RewardLoadError, StreamRLError, UserError
+from streamrl.schemas.extras import require_extra
 from streamrl.schemas.import_path import load_function, module_command
 from streamrl.schemas.trajectories import Prompt
 from streamrl.settings.features import features
@@ -97,6 +98,21 @@ class DiskRoom:
         needed, free = self.needed / 1e9, self.free / 1e9
         text = f"about {needed:.1f} GB for weights, checkpoints and logs, {free:.1f} GB free at {self.place}"
         return text if self.is_enough else f"{text}; free space, keep fewer checkpoints, or set run.directory"
+
+
+def require_extras(settings: Settings) -> None:
+    """Check that this machine has the packages that the settings need beyond the base installation.
+
+    Raises:
+        SettingsError: a package is missing; the text names the extra to install.
+    """
+    if settings.telemetry.traces != "off":
+        require_extra("traces", f"telemetry.traces = {settings.telemetry.traces!r}")
+    # A trainer and workers on other machines have their own packages.
+    if settings.run.trainer and settings.training.lora.rank:
+        require_extra("lora", f"training.lora.rank = {settings.training.lora.rank}")
+    for feature in features():
+        feature.start.packages(settings)
 
 
 def disk_room(settings: Settings, parameters: int) -> DiskRoom:

@@ -5,6 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.extras import require_extra
 from streamrl.settings.features import (
     ChildProcess,
     Feature,
@@ -52,9 +53,10 @@ def build_gateway(settings: "Settings", context: "ProcessContext") -> "Role":
     """Build the gateway to the run's workers.
 
     Raises:
-        SettingsError: workers keep no slots for requests, or the tool parser does not exist.
+        SettingsError: workers keep no slots for requests, the tool parser does not exist, or a package is missing.
         ModelError: the model has no tokenizer.
     """
+    require_extra("gateway", "the gateway")
     from streamrl.consumers.algorithms.settings import lone_refusal
     from streamrl.producers.gateway.app import NoRequestObserver
     from streamrl.producers.gateway.calls import NoCallObserver
@@ -160,6 +162,11 @@ def _check_requests_only(settings: "Settings") -> None:
         )
 
 
+def _check_packages(settings: "Settings") -> None:
+    if _gateway_of(settings).enabled:
+        require_extra("gateway", "gateway.enabled")
+
+
 def _check_start(settings: "Settings") -> None:
     from streamrl.producers.gateway.listening import listen
 
@@ -222,7 +229,7 @@ FEATURE = Feature(
     processes=FeatureProcesses(
         roles=(FeatureRole("gateway", help="", build=build_gateway, tracer=_open_tracer),), started=_processes
     ),
-    start=StartHooks(check=_check_start, lines=_start_lines),
+    start=StartHooks(packages=_check_packages, check=_check_start, lines=_start_lines),
     loop=LoopHooks(side_work=_side_work, asks_for_schemas=_asks_for_schemas, endpoint=_endpoint),
     families=_families,
     commands=_commands,

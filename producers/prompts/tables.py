@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from streamrl.producers.prompts.settings import DataSettings
 from streamrl.schemas.errors import DataError, causes_of
+from streamrl.schemas.extras import require_extra
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 WHOLE = "train"
@@ -276,6 +277,7 @@ def open_hub(repository: str, subset: str | None, split: str, name: str) -> Arro
 
 def _opened(path: str, name: str, read: Callable[[Callable[..., Any]], Any]) -> ArrowTable:
     """The table that ``read`` makes with the library's ``load_dataset``, which takes seconds to import."""
+    require_extra("data", f"data.path {path!r}")
     import datasets
 
     # The library's own progress bars and log lines are switched off; the error raised below has what matters.

@@ -32,6 +32,7 @@ from streamrl.bus.embedded.process import die_with_parent
 from streamrl.producers.rewards.builtin import BUILT_IN, DATASET, BuiltInOptions
 from streamrl.producers.rewards.sandbox import RewardConfinement, confine
 from streamrl.schemas.errors import RewardLoadError, UserError
+from streamrl.schemas.extras import missing_package
 from streamrl.schemas.import_path import load_function
 
 if TYPE_CHECKING:
@@ -252,6 +253,8 @@ def _load_built_in(name: str, options: BuiltInOptions) -> LoadedReward:
         loaded = built_in(name, options)
         return LoadedReward(bind(loaded, name), _is_async(loaded))
     except ImportError as error:
+        if missing := missing_package(error):
+            raise RewardLoadError(f"reward {name!r}: {missing}") from error
         raise RewardLoadError(f"expected the library of reward {name!r} to be installed, got: {error}") from error
 
 

@@ -15,6 +15,7 @@ from streamrl.cli import inspect, operate, plan, run
 from streamrl.inspection.process import FIRST_GENERATION
 from streamrl.schemas import stopping
 from streamrl.schemas.errors import DiskFull, StreamRLError, UserError, is_disk_full_error, is_interrupted
+from streamrl.schemas.extras import missing_package
 from streamrl.schemas.plain_text import plain_text
 
 
@@ -97,6 +98,10 @@ def main() -> None:
         app()
     except StreamRLError as error:
         _exit_with(error)
+    except ModuleNotFoundError as error:
+        if (missing := missing_package(error)) is None:
+            raise
+        _exit_with(missing)
     except OSError as error:
         if not is_disk_full_error(error):
             raise
@@ -114,6 +119,8 @@ def _first_known_error(group: BaseExceptionGroup[BaseException]) -> StreamRLErro
             return error
         if isinstance(error, OSError) and is_disk_full_error(error):
             return _disk_full(error)
+        if isinstance(error, ModuleNotFoundError) and (missing := missing_package(error)) is not None:
+            return missing
         if isinstance(error, BaseExceptionGroup) and (found := _first_known_error(error)) is not None:
             return found
     return None

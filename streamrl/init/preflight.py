@@ -28,6 +28,7 @@ from streamrl.deploy.local.task_check import (
     parameters_of,
     refuses_too_many,
     require_engine,
+    require_extras,
     require_writable,
 )
 from streamrl.inspection.environment import read_machine
@@ -162,6 +163,7 @@ def _surroundings(checklist: Checklist, settings: Settings, parameters: int) -> 
         checklist.run("evaluation", lambda: _check_evaluation(function))
     for feature in features():
         checklist.run(feature.name, partial(_try_out, feature, settings))
+    checklist.attempt("packages", lambda: require_extras(settings))
     if settings.tracking.to:
         checklist.run("tracking", lambda: _check_tracking(settings))
     checklist.run("broker", lambda: check_broker(settings))

@@ -28,6 +28,7 @@ from streamrl.bus.waiting import in_thread
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
 from streamrl.inspection.scopes import scopes_of
 from streamrl.schemas.errors import DataError
+from streamrl.schemas.extras import require_extra
 from streamrl.schemas.files import sha256_of
 from streamrl.schemas.identifiers import policy_in
 from streamrl.schemas.topics import (
@@ -154,6 +155,7 @@ class Exporter:
             DataError: the directory is not empty or cannot be written, or there is no such run.
             BusUnavailable: the topics cannot be read.
         """
+        _check_parquet(self.encoding)
         self._check_empty()
         # Steps before trajectories: a report refers to older records, which lie within ends that are fixed later. An
         # instance's topics come first, because their records refer to those of the run.
@@ -332,6 +334,11 @@ class SegmentHistory:
         if sha256_of(path) != file.sha256:
             raise DataError(f"expected {path} with sha256 {file.sha256}, got another; export the run again")
         self._verified.add(file.path)
+
+
+def _check_parquet(encoding: Format) -> None:
+    if encoding == "parquet":
+        require_extra("inspect", "an export in parquet (--format jsonl needs none)", "pyarrow")
 
 
 def _holds(extent: Extent | None, offset: int) -> bool:

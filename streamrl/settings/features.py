@@ -232,12 +232,14 @@ class FeatureProcesses:
 class StartHooks:
     """What ``streamrl run`` does for a feature before it starts processes.
 
-    ``check`` runs before anything is written, such as a check for a free port; it raises ``UserError``. ``try_out``
-    tries something that the run will use, such as a user's class. It returns its result in one line, or None if there
-    is nothing to try, and raises ``UserError``. ``lines``: lines to print; ``options``: options for all processes of
+    ``packages`` raises ``SettingsError`` if a package that the feature needs is not installed. ``check`` runs before
+    anything is written, such as a check for a free port; it raises ``UserError``. ``try_out`` tries something that the
+    run will use, such as a user's class. It returns its result in one line, or None if there is nothing to try, and
+    raises ``UserError``. ``lines``: lines to print; ``options``: options for all processes of
     the run that are known only at its start, such as a free port.
     """
 
+    packages: "Callable[[Settings], None]" = _nothing
     check: "Callable[[Settings], None]" = _nothing
     try_out: "Callable[[Settings], Coroutine[Any, Any, str | None]]" = _nothing_to_try
     lines: "Callable[[Settings], Sequence[str]]" = _no_lines

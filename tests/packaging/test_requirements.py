@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.producers.prompts.gym import WITHOUT_WHEEL
+from streamrl.schemas.extras import EXTRAS
 from tests.architecture.sources import ROOT
 from tests.packaging.scripts import can_set_up
 
@@ -38,7 +39,15 @@ def test_the_base_has_neither_the_optional_packages_nor_those_of_tests_and_manua
     base = names(ROOT / "requirements.txt")
     apart = names(ROOT / "requirements-optional.in") | names(ROOT / "requirements-test.in")
     apart |= names(ROOT / "requirements-dev.in") | {"pymdown-extensions"}
-    assert not base & (apart - names(ROOT / "requirements.in") - {"-r", "pyyaml", "setuptools"})
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    direct = {
+        re.split(r"[\[<>=~]", one)[0]
+        for wanted in (project["dependencies"], *(extras[name] for name in EXTRAS))
+        for one in wanted
+    }
+    assert direct <= base
+    assert not base & (apart - direct - {"-r", "pyyaml", "setuptools"})
     assert not names(ROOT / "requirements-test.txt") & {"mypy", "pymdown-extensions", "ruff", "zensical"}
 
 

@@ -23,7 +23,7 @@ def test_a_wheel_needs_no_development_package_and_its_command_works_by_itself(tm
         if (ROOT / name).is_dir():
             ignore = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / name, source / name, ignore=ignore, symlinks=True)
-    for name in ("pyproject.toml", "README.md", "LICENSE", "requirements.in"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     uv = [str(Path(sys.executable).parent / "uv"), "build", "--quiet", "--offline", "--wheel", "--no-build-isolation"]
     subprocess.run([*uv, "--python", sys.executable, "--out-dir", tmp_path, source], check=True, timeout=60)

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from streamrl.settings.features import ChildProcess, Feature, FeatureProcesses, FeatureRole, LoopHooks
+from streamrl.schemas.extras import require_extra
+from streamrl.settings.features import ChildProcess, Feature, FeatureProcesses, FeatureRole, LoopHooks, StartHooks
 
 if TYPE_CHECKING:
     import typer
@@ -20,8 +21,9 @@ def build_ranker(settings: "Settings", context: "ProcessContext") -> "Role":
     """The ranker, which makes newer length models for the dispatcher's predictor.
 
     Raises:
-        SettingsError: the predictor has no model that a ranker can make.
+        SettingsError: the predictor has no model that a ranker can make, or a package is missing.
     """
+    _check_trees(settings.lengths)
     # Imported here, because the language model needs torch.
     from streamrl.producers.lengths.learned.ranker import Ranker, build_model_trainer
 
@@ -32,7 +34,20 @@ def build_ranker(settings: "Settings", context: "ProcessContext") -> "Role":
 def _open_predictor(settings: "LengthSettings", loop: "LoopSettings", buckets: "Buckets") -> "LearnedLengths":
     from streamrl.producers.lengths.learned.predictor import LearnedLengths
 
+    if settings.fits_in_thread:
+        _check_trees(settings)
     return LearnedLengths(settings, loop, buckets)
+
+
+def _check_trees(settings: "LengthSettings") -> None:
+    """Check that the library that fits trees is installed, if they are what is fitted."""
+    if settings.predictor == "learned":
+        require_extra("learned", 'lengths.predictor = "learned"')
+
+
+def _check_packages(settings: "Settings") -> None:
+    if settings.lengths.refit != "off":
+        _check_trees(settings.lengths)
 
 
 def _processes(settings: "Settings") -> Sequence[ChildProcess]:
@@ -58,6 +73,7 @@ FEATURE = Feature(
         ),
         started=_processes,
     ),
+    start=StartHooks(packages=_check_packages),
     loop=LoopHooks(predictors={"learned": _open_predictor, "language_model": _open_predictor}),
     commands=_commands,
 )

@@ -41,9 +41,12 @@ def fit(
     """
     from streamrl.inspection.process import log_to_stderr
     from streamrl.schemas.errors import UserError
+    from streamrl.schemas.extras import require_extra
 
     if light == (model is not None):
         raise UserError("expected either --light or --model DIR with a language model; got both or neither")
+    if light:
+        require_extra("learned", "`streamrl lengths fit --light`")
     from streamrl.producers.lengths.learned.role_fitting import fit_lengths
 
     log_to_stderr()

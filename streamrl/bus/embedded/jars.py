@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamrl.schemas.errors import BrokerError
+from streamrl.schemas.extras import require_extra
 from streamrl.schemas.files import sha256_of
 
 KAFKA_VERSION = "4.3.1"
@@ -83,8 +84,10 @@ def class_path(folder: Path) -> tuple[Path, ...]:
 def download(jars: tuple[Jar, ...], folder: Path, progress: Progress) -> None:
     """Downloads ``jars`` into ``folder``; each appears there only when complete. The caller holds the cache's lock.
 
-    Raises BrokerError, with one line that says what to do, if a jar cannot be downloaded.
+    Raises BrokerError, with one line that says what to do, if a jar cannot be downloaded, and SettingsError if
+    the package that downloads is not installed.
     """
+    require_extra("local", f"the download of Kafka {KAFKA_VERSION}", "jgo")
     # Inside the folder, so that moving a complete jar is one rename on one file system.
     incoming = folder / "incoming"
     shutil.rmtree(incoming, ignore_errors=True)

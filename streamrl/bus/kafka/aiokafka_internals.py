@@ -1,6 +1,6 @@
 """Uses of aiokafka beyond its documented interface: the only file that touches its private parts.
 
-It is written for aiokafka 0.14, which ``requirements.in`` pins (``~=0.14.0``). Each section says which internals it
+It is written for aiokafka 0.14, which ``pyproject.toml`` pins (``~=0.14.0``). Each section says which internals it
 uses and why the documented interface is not enough. ``tests/bus/kafka/test_aiokafka_internals.py`` compares the source
 of every used function with the source that this file was written for. So a release that changes one fails there and not
 in a run. All other imports from the library in this folder have public names and are used as documented.

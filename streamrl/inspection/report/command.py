@@ -25,6 +25,7 @@ from streamrl.inspection.report.pairing import paired_differences
 from streamrl.inspection.report.record import RunRecord, TopicDigest, read_record, write_facts
 from streamrl.inspection.source import RUNS, PastRun, describe_missing_run, history_of, open_run
 from streamrl.schemas.errors import UserError
+from streamrl.schemas.extras import require_extra
 from streamrl.schemas.plain_text import plain_text
 from streamrl.settings.run_directory import RunDirectory
 
@@ -54,6 +55,7 @@ def report(
         raise UserError(f"expected one run with --export, which holds one run's topics, got {len(paths)} runs")
     # Find all runs before reading topics, which takes long: a wrong name must fail at once.
     directories = find_runs(paths)
+    _check_comparison(directories)
     names = names_of([directory.path for directory in directories])
     if from_topics or export is not None:
         for directory in directories:
@@ -78,6 +80,7 @@ def compared(paths: Sequence[Path], level: float | None = None, out: Path | None
         UserError: there is no such run, it has no step, or the page cannot be written.
     """
     directories = find_runs(paths)
+    _check_comparison(directories)
     records = _records_of(directories, names_of([directory.path for directory in directories]))
     if out is not None:
         _write(out, records, level)
@@ -116,6 +119,12 @@ def print_comparison(records: Sequence[RunRecord], level: float | None = None) -
     console.print(table)
     for each in paired_differences(records):
         console.print(Text(plain_text(each.text)))
+
+
+def _check_comparison(directories: Sequence[RunDirectory]) -> None:
+    """Check that the library for the comparison of several runs is installed."""
+    if len(directories) > 1:
+        require_extra("inspect", "comparing runs", "scipy")
 
 
 def _records_of(directories: Sequence[RunDirectory], names: Sequence[str]) -> list[RunRecord]:

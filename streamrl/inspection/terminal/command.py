@@ -27,6 +27,7 @@ from streamrl.observability.run_state.snapshot import snapshot
 from streamrl.observability.run_state.state import RunState
 from streamrl.schemas import stopping
 from streamrl.schemas.errors import BusUnavailable, UserError
+from streamrl.schemas.extras import require_extra
 from streamrl.schemas.plain_text import plain_text
 from streamrl.schemas.topics import TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
@@ -50,9 +51,11 @@ def show_top(connection: RunConnection, where: Path | None, options: LineOptions
     """Show the run until the user leaves, and return the exit code.
 
     Raises:
-        UserError: there is no such run, or no broker.
+        UserError: there is no such run, or no broker, or the screen's package is not installed.
         StreamRLError: the broker refuses a request.
     """
+    if on_screen:
+        require_extra("inspect", "the live view", "textual")
     try:
         # Textual sets CPython's eager task factory, which up to 3.13.2 rejects an argument that uvloop passes.
         run_loop = asyncio.run if on_screen else uvloop.run

@@ -35,6 +35,7 @@ from streamrl.observability.tracing.worker_tracer import ReceivedContext, Traced
 from streamrl.producers.generation.engines.port import Engine
 from streamrl.schemas.codec import Headers, decode
 from streamrl.schemas.control import WeightsReady
+from streamrl.schemas.extras import require_extra
 from streamrl.schemas.identifiers import PolicyVersion, group_id_of, named_version, parse_scope
 from streamrl.schemas.reports import RecordRef, SkipRecord, StepReport
 from streamrl.schemas.topics import CONTROL, DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
@@ -85,6 +86,7 @@ def open_tracing(
     if settings.traces == "off":
         yield None
         return
+    require_extra("traces", f"telemetry.traces = {settings.traces!r}")
     from streamrl.observability.tracing.exporting import open_exporting
 
     exporting = open_exporting(settings, run_path, role, process)
