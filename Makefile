@@ -191,6 +191,13 @@ fmt: .venv/ready-dev  ## format, and fix what can be fixed automatically
 check-pythons: .venv/ready-dev  ## check that each requirements file has wheels for each Python; train three steps on the oldest and newest here (3 minutes)
 	.venv/bin/python .ci/check_pythons.py $(ARGS)
 
+release: .venv/ready-dev  ## build wheel, sdist, SBOM and image of the last commit into dist/, and train three steps from the wheel (10 minutes)
+	.venv/bin/python .ci/release.py
+
+coverage: .venv/ready-dev  ## print the share of the product's lines that unit tests run, and the modules below 50 %
+	.venv/bin/python -m coverage run -m pytest -m unit -q $(ARGS)
+	@.venv/bin/python -m coverage report --sort=cover | awk 'NR < 3 || /^TOTAL/ || ($$NF + 0 < 50 && !/^-/)'
+
 # One version of each package for all Pythons if it has wheels for all of them; otherwise markers select the versions. A marker
 # that all lines share, the environment in pyproject.toml, is removed. Test and dev use the versions of the files they build on.
 COMPILE = .venv/bin/uv pip compile -q --universal --python-version 3.11.0 --fork-strategy fewest --no-build --upgrade \
@@ -209,7 +216,7 @@ lock: .venv/bin/uv  ## resolve pyproject.toml and requirements*.in into requirem
 	$(CUT) requirements.txt requirements-{optional,test,dev,vllm}.txt deploy/images/requirements-vllm-gpu.txt
 
 clean:  ## remove the environments and caches of this checkout
-	rm -rf .venv .venv-vllm .venv-gpu .mypy_cache .ruff_cache
+	rm -rf .venv .venv-vllm .venv-gpu .mypy_cache .ruff_cache build dist
 
 .venv/bin/uv:
 	@command -v $(PYTHON) >/dev/null || { echo "error: expected Python 3.11 to 3.14, got none at $(PYTHON);" \

@@ -114,7 +114,7 @@ def install(version: tuple[int, ...], python: Path) -> str:
         )
         for name, timeout_s, command in steps:
             began = time.monotonic()
-            if said := run(command, timeout_s=timeout_s, cwd=work, environ=_own_cache(work / "cache")):
+            if said := run(command, timeout_s=timeout_s, cwd=work, environ=own_cache(work / "cache")):
                 return f"Python {'.'.join(map(str, version))} at {python}: {name}: {said}"
             print(f"  {name}: {time.monotonic() - began:.0f} s", flush=True)
     return ""
@@ -135,7 +135,7 @@ def _copy_tree(to: Path) -> None:
             shutil.copy(ROOT / name, to / name, follow_symlinks=False)
 
 
-def _own_cache(cache: Path) -> Mapping[str, str]:
+def own_cache(cache: Path) -> Mapping[str, str]:
     """The environment of a process with models of its own, and the downloaded broker of everybody."""
     theirs = Path(os.environ.get("STREAMRL_CACHE") or Path.home() / ".cache" / "streamrl")
     cache.mkdir(exist_ok=True)

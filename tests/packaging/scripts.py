@@ -16,3 +16,4 @@ def _script(name: str) -> ModuleType:
 
 
 can_set_up = _script("can_set_up")
+release = _script("release")
