@@ -87,7 +87,7 @@ def emulation_page() -> str:
 
 def _fields_of(match: re.Match[str]) -> str:
     under = match["table"] + "."
-    rows = [_setting_row(key) for key in known_keys(in_tables=True) if key.startswith(under)]
+    rows = [_setting_row(key, key.rpartition(".")[2]) for key in known_keys(in_tables=True) if key.startswith(under)]
     shortened = [(*row[:-1], row[-1] if len(row[-1]) <= LONGEST_DEFAULT else "see meaning") for row in rows]
     lines = ["", *table(("field", *HEADINGS[1:]), shortened), "", ""]
     return match[1] + "\n".join(lines) + match[3]

@@ -37,7 +37,6 @@ from streamrl.producers.generation.engines.port import Engine, GenerationRequest
 from streamrl.producers.generation.rollout import TokenStream, WorkerLoad
 from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.producers.generation.status import WorkerStatus
-from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import Heartbeat, WorkerState
 from streamrl.schemas.settings import LoopSettings
@@ -276,7 +275,6 @@ async def serve_gateway(arguments: argparse.Namespace) -> None:
             MODEL,
             ServedModel(MODEL, "paced", loop, _tokenizer(arguments.model), HermesToolCalls()),
             settings,
-            LengthSettings(),
             SECRET,
             Path(scratch),
         )

@@ -39,7 +39,7 @@ from streamrl.deploy.local.resuming import (
     storage_of,
 )
 from streamrl.deploy.local.specs import ChildSpecs
-from streamrl.deploy.local.supervisor import CRASHED_AT_STOP, STOP_GRACE_S, ChildSpec, Supervisor, stop_on_signals
+from streamrl.deploy.local.supervisor import CRASHED_AT_STOP, ChildSpec, Supervisor, stop_on_signals
 from streamrl.deploy.local.task_check import (
     check_task,
     require_extras,
@@ -276,7 +276,7 @@ async def _train_until(
     specs = _specs(making, settings)
     if settings.run.audit:
         specs.append(making.audit(address))
-    supervisor = Supervisor(specs, settings.run.max_restarts, settings.generation.drain_grace_s + STOP_GRACE_S)
+    supervisor = Supervisor(specs, settings.run.max_restarts)
     bus, run = KafkaBus(kafka), settings.run.name
     state = RunState(run, settings.rewards.weight_by_name, run_parts(run))
     connection = RunConnection(kafka, run, settings)

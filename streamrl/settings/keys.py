@@ -143,7 +143,7 @@ REMOVED = {
     **dict.fromkeys(
         ("run.log_max_bytes", "run.log_backup_count"), "a log is rotated at 32 MiB, and 3 older ones are kept"
     ),
-    "run.shutdown_grace_s": "processes have generation.drain_grace_s and 120 s to exit; a second Ctrl-C kills them",
+    "run.shutdown_grace_s": "processes always have 120 s to exit; a second Ctrl-C kills them",
     "run.watchdog_s": "a process without progress always exits after 600 s, and is restarted",
     # [scaling]
     "scaling": "a worker leaves if for 3 steps generation without it would take 15 % less than training",

@@ -21,7 +21,6 @@ from streamrl.producers.gateway.keys import KeyFile
 from streamrl.producers.gateway.settings import GatewaySettings
 from streamrl.producers.gateway.tool_calls import HermesToolCalls
 from streamrl.producers.generation.engines.port import GenerationRequest, TokenDelta
-from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
@@ -138,7 +137,6 @@ def make_gateway(bus: MemoryBus, root: Path) -> Gateway:
             HermesToolCalls(),
         ),
         settings,
-        LengthSettings(),
         "secret-of-the-run",
         root / "gateway",
     )

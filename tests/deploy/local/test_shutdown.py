@@ -21,7 +21,7 @@ from tests.pipeline.local_run import EMULATED
 from tests.progress import patience
 
 GRACE_S = 20.0
-"""Seconds for each process to drain: twice generation.drain_grace_s."""
+"""Seconds for each process to drain: twice what a worker waits for its completions."""
 
 
 def _has_steps(directory: RunDirectory, steps: int) -> bool:

@@ -15,7 +15,6 @@ from streamrl.producers.generation.engines.threaded import ThreadedEngine
 from streamrl.producers.generation.rollout import WorkerLoad
 from streamrl.producers.generation.status import WorkerStatus
 from streamrl.producers.generation.tokenizer import ModelTokenizer
-from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.settings import LoopSettings
 from tests.fakes.messages import heartbeat
@@ -76,7 +75,6 @@ async def it(
         RUN,
         ServedModel(RUN, "vllm", loop, ModelTokenizer(str(characters_dir)), HermesToolCalls()),
         GatewaySettings(enabled=True, port=0),
-        LengthSettings(),
         "s",
         path / "gateway",
     )
