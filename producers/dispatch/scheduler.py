@@ -31,7 +31,7 @@ from streamrl.producers.dispatch.plans import Item, Objective, Plan, WorkerCapac
 from streamrl.producers.dispatch.progress import Remaining
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import DispatchState
-from streamrl.producers.dispatch.strategies import STRATEGIES, full_rate, skewness_aware
+from streamrl.producers.dispatch.strategies import STATIC, STRATEGIES, WITH_OBJECTIVE, full_rate
 from streamrl.schemas.profiles import DecodeCurve
 from streamrl.schemas.trajectories import LengthEstimate, Prompt
 
@@ -221,7 +221,7 @@ class Scheduler:
         self._policy = policy
         self._settings = settings
         self._loop = state.loop
-        self._is_static = settings.strategy == "round_robin"
+        self._is_static = settings.strategy in STATIC
         self._pending: dict[int, PendingPrompt] = {}
         self._ready: list[Candidate] = []
         self._turn_at = self._checked_at = 0.0
@@ -319,8 +319,8 @@ class Scheduler:
         # Copies of everything that the plan depends on, because a thread may run the function.
         items, workers = self.queues.unsent(), [self._worker(worker) for worker in self._admissible()]
         strategy = STRATEGIES[self._settings.strategy]
-        if strategy is skewness_aware:
-            strategy = partial(skewness_aware, objective=self._objective(items, workers))
+        if with_objective := WITH_OBJECTIVE.get(self._settings.strategy):
+            strategy = partial(with_objective, objective=self._objective(items, workers))
 
         def planned() -> TimedPlan:
             # Checked before it is adopted: the present queues are replaced only by a plan that has every item once.

@@ -313,3 +313,9 @@ STRATEGIES: dict[str, Strategy] = {
     "streamrl_sum": streamrl_sum,
     "streamrl_max": streamrl_max,
 }
+STATIC = frozenset({"round_robin"})
+"""Strategies whose plan is followed to its end: idle workers take nothing from other queues, and no new plan is made
+because a completion outgrew its estimate.
+"""
+WITH_OBJECTIVE: dict[str, Callable[..., Plan]] = {"skewness_aware": skewness_aware}
+"""Strategies that compare plans by the objective of the run's mode."""

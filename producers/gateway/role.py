@@ -100,8 +100,7 @@ def _request_secret(settings: "Settings") -> str:
 def _served_model(settings: "Settings") -> "ServedModel":
     from streamrl.producers.gateway.calls import ServedModel
 
-    name = _gateway_of(settings).model_name or settings.run.name
-    return ServedModel(name, settings.generation.engine, settings.loop, *_conversation(settings))
+    return ServedModel(settings.run.name, settings.generation.engine, settings.loop, *_conversation(settings))
 
 
 def _conversation(settings: "Settings") -> "tuple[ChatTokenizer, ToolCallParser]":
@@ -181,7 +180,7 @@ def _start_lines(settings: "Settings") -> Sequence[str]:
     gateway = _gateway_of(settings)
     if not (gateway.enabled and gateway.port):
         return []
-    lines = [f"gateway http://{gateway.host}:{gateway.port}/v1, model {gateway.model_name or settings.run.name}"]
+    lines = [f"gateway http://{gateway.host}:{gateway.port}/v1, model {settings.run.name}"]
     if refusal := lone_refusal(settings.algorithm.name):
         lines.append(f"gateway: a prompt's only completion is not kept for feedback: {refusal}")
     return lines
@@ -190,7 +189,7 @@ def _start_lines(settings: "Settings") -> Sequence[str]:
 def _endpoint(settings: "Settings") -> OwnEndpoint:
     gateway = _gateway_of(settings)
     address = f"http://{gateway.host}:{gateway.port}" if gateway.port else ""
-    return OwnEndpoint(gateway.enabled, address, gateway.model_name or settings.run.name, partial(_new_key, settings))
+    return OwnEndpoint(gateway.enabled, address, settings.run.name, partial(_new_key, settings))
 
 
 def _new_key(settings: "Settings", holder: str) -> str:

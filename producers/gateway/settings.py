@@ -17,9 +17,6 @@ class GatewaySettings(Section):
     ] = False
     host: Annotated[str, Field(description="Address to listen on; this machine alone by default.")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65_535, description="Port to listen on; 0 takes a free one.")] = 8000
-    model_name: Annotated[
-        str | None, Field(min_length=1, max_length=256, description="What requests call the model; unset: run.name.")
-    ] = None
     require_key: Annotated[
         bool, Field(description="Answer only requests with an API key. May be off on a loopback address only.")
     ] = True

@@ -67,6 +67,7 @@ REMOVED = {
     "gateway.max_body_bytes": "always 4 MiB",
     "gateway.max_sequences": "always 64 completions in one request",
     "gateway.max_sessions": "always 4096 open sessions",
+    "gateway.model_name": "requests call the model by the run's name",
     "gateway.queue_timeout_s": "a request always waits at most 10 s for a slot; gateway.max_queued limits the queue",
     "gateway.reader_timeout_s": "a requester that reads nothing is always disconnected after 30 s",
     "gateway.request_timeout_s": "an answer always has one hour; requesters may leave earlier",
