@@ -22,13 +22,13 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from streamrl.schemas.errors import SettingsError
-from streamrl.schemas.settings import Section, Table
+from streamrl.schemas.settings import Section, SettingsTable
 
 Seconds = Annotated[float, Field(ge=0)]
 TablePoint = tuple[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]]
 
 
-class DecodeSettings(Table):
+class DecodeSettings(SettingsTable):
     """Measured or assumed costs of decoding, in seconds. Without a table, t(b) = step_s * (1 + b / batch_scale)."""
 
     step_s: Annotated[float, Field(gt=0, description="Seconds of a decode step with an empty batch.")] = 0.01
@@ -168,7 +168,7 @@ DEFAULT_CURVE = DecodeCurve(DecodeSettings())
 """Curve for a worker that was not measured."""
 
 
-class TrainingCosts(Table):
+class TrainingCosts(SettingsTable):
     """Measured or assumed costs of training: forward and backward for each micro-batch, the others for each time."""
 
     forward_backward_s_per_token: Annotated[

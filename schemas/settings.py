@@ -32,7 +32,7 @@ class Section(BaseModel):
         return {name: None if name in unset and value == unset[name] else value for name, value in values.items()}
 
 
-class Table(Section):
+class SettingsTable(Section):
     """A part of a section that counts as one setting: who sets it replaces measured values, usually by a profile."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from streamrl.schemas.secrets import is_secret
-from streamrl.schemas.settings import Table
+from streamrl.schemas.settings import SettingsTable
 from streamrl.settings.tree import Settings
 
 Key = tuple[str, ...]
@@ -295,7 +295,7 @@ def known_keys(model: type[BaseModel] = Settings, prefix: str = "", *, in_tables
     """
     for name, field in model.model_fields.items():
         section = _section(field.annotation)
-        if section and (in_tables or not issubclass(section, Table)):
+        if section and (in_tables or not issubclass(section, SettingsTable)):
             yield from known_keys(section, f"{prefix}{name}.", in_tables=in_tables)
         else:
             yield f"{prefix}{name}"

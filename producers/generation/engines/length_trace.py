@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from streamrl.schemas.errors import DataError
-from streamrl.schemas.settings import Table
+from streamrl.schemas.settings import SettingsTable
 from streamrl.schemas.trajectories import Prompt
 
 Bin = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]]
@@ -33,7 +33,7 @@ STREAMRL_BINS: tuple[Bin, ...] = (
 """Output lengths in StreamRL's evaluation (its figure 7, read off the picture): start and share of each bin."""
 
 
-class LengthTraceSettings(Table):
+class LengthTraceSettings(SettingsTable):
     """``[emulation.lengths]``: the length of each completion, which depends on these settings and its id only."""
 
     source: Annotated[
