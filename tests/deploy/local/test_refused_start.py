@@ -150,4 +150,4 @@ def test_a_second_directory_with_the_name_of_a_living_run_is_refused_by_the_real
         assert trainer.wait(60) == 128 + signal.SIGTERM
     _, *arguments = delete.split()
     assert "give --yes" in streamrl(*arguments, code=2)
-    assert "deleted: refused.steps" in streamrl(*arguments, "--yes", code=0)
+    assert "removed: refused.steps" in streamrl(*arguments, "--yes", code=0)
