@@ -100,8 +100,8 @@ def _build(source: Path, to: Path, kind: str) -> None:
     # The commit's time, so that the same commit gives the same files.
     when = subprocess.run(["git", "log", "-1", "--format=%ct"], cwd=ROOT, capture_output=True, text=True, check=True)
     environ = {**os.environ, "SOURCE_DATE_EPOCH": when.stdout.strip()}
-    command = [UV, "build", "-q", kind, "--no-build-isolation", "--python", sys.executable, "--out-dir", to, source]
-    _checked(command, timeout_s=300, environ=environ)
+    command = [UV, "build", "-q", kind, "--no-build-isolation", "--no-create-gitignore", "--python", sys.executable]
+    _checked([*command, "--out-dir", to, source], timeout_s=300, environ=environ)
 
 
 def contents_of(wheel: Path) -> dict[str, bytes]:
