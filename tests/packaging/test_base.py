@@ -10,7 +10,11 @@ from streamrl.deploy.local.task_check import require_extras
 from streamrl.schemas.errors import SettingsError
 from streamrl.settings.loading import validated
 
-TASK = {"model": {"path": "model"}, "data": {"path": "prompts.jsonl"}, "rewards": {"functions": ["exact_match"]}}
+TASK: dict[str, Any] = {
+    "model": {"path": "model"},
+    "data": {"path": "prompts.jsonl"},
+    "rewards": {"functions": ["exact_match"]},
+}
 IMPORTS = """
 import importlib, pkgutil, sys
 import streamrl
