@@ -177,7 +177,7 @@ KILOBYTES = {
     "docs/algorithms.md": 6,
     "docs/architecture.md": 24.5,
     "docs/bad-reward.md": 4,
-    "docs/code-map.md": 10,
+    "docs/code-map.md": 10.5,
     "docs/concepts.md": 9,
     "docs/emulation.md": 9,
     "docs/environments.md": 4.5,

@@ -168,7 +168,9 @@ def test_offsets_trusted_from_commits_are_found_to_lose_records(monkeypatch: pyt
 
     async def from_commits(self: SimBus, topics: Any, *, start: Start = "earliest", **how: Any) -> SimSubscription:
         is_reader = how["client_id"].endswith("-reader")
-        committed = {tp: offset for (_, tp), offset in self.broker.committed.items() if is_reader and tp.topic in topics}
+        committed = {
+            tp: offset for (_, tp), offset in self.broker.committed.items() if is_reader and tp.topic in topics
+        }
         return await subscribe(self, topics, start=committed or start, **how)
 
     monkeypatch.setattr(SimBus, "subscribe", from_commits)
