@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
@@ -25,7 +25,7 @@ from streamrl.policies.splitting import SplitSeries
 from streamrl.producers.dispatch.dispatcher import Dispatcher
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import OtherRoles
-from streamrl.producers.generation.pace import pace_of
+from streamrl.producers.generation.pace import WorkerPace
 from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.producers.generation.worker import GenerationWorker, RunContext
 from streamrl.producers.grading.grader import Grader
@@ -49,6 +49,11 @@ RUN = "sim"
 INSTANCE = "second"
 SCOPE = scope_of(RUN, INSTANCE)
 Life = Callable[[asyncio.Event], Awaitable[None]]
+
+PACE = WorkerPace(
+    heartbeat_interval_s=1.0, fencing_timeout_s=2.0, partial_chunk_tokens=1, drain_grace_s=2.0, max_undelivered=32
+)
+"""The workers'. Each beat is an event of the simulation: more of them leave less time for the harm."""
 
 
 @dataclass
@@ -244,7 +249,7 @@ class Crew:
                 ),
                 has_graders=bool(setup.graders),
                 wanted_series=SplitSeries,
-                pace=lambda loop: replace(pace_of(loop), drain_grace_s=2.0, max_undelivered=32),
+                pace=lambda _: PACE,
             ),
             role,
             SimEngine(
