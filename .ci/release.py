@@ -97,7 +97,7 @@ def committed_tree(to: Path) -> None:
 
 
 def _build(source: Path, to: Path, kind: str) -> None:
-    # The commit's time, so that the same commit gives the same files.
+    # The commit's time, so that the same commit gives the same wheel.
     when = subprocess.run(["git", "log", "-1", "--format=%ct"], cwd=ROOT, capture_output=True, text=True, check=True)
     environ = {**os.environ, "SOURCE_DATE_EPOCH": when.stdout.strip()}
     command = [UV, "build", "-q", kind, "--no-build-isolation", "--no-create-gitignore", "--python", sys.executable]
