@@ -11,7 +11,8 @@ Prints a table and, for this tree, writes ``benchmarks/results/shape.json``. Wha
   ``streamrl/policies``;
 * settings: rows of ``docs/settings.md``;
 * docs by hand: bytes of the pages of ``docs/`` that no program writes, and words a sentence in them and in docstrings;
-* base packages: those of ``requirements.txt``, and the megabytes of those that are installed here;
+* base packages: what ``pyproject.toml`` depends on without an extra, directly or not, and their megabytes, as installed
+  here;
 * a trajectory's way: the files that ``docs/code-map.md`` lists, and the layers of ours that it crosses to be published.
 """
 
@@ -22,11 +23,15 @@ import re
 import statistics
 import sys
 import tokenize
+import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from benchmarks.conditions import rounded
 from tests.architecture.language import language_of
@@ -111,7 +116,7 @@ def shape_of(root: Path) -> Shape:
         by_package[package_of(module.name)] += module.text.count("\n")
     way, layers = code_map(root)
     language = language_of(root)
-    packages = re.findall(r"^([\w.-]+)==", (root / "requirements.txt").read_text(), re.MULTILINE)
+    packages = base_packages(tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"])
     return Shape(
         files=len(everything),
         modules=len(modules),
@@ -147,6 +152,23 @@ def shape_of(root: Path) -> Shape:
         base_packages=len(packages),
         base_mb=sum(map(_installed_bytes, packages)) / 1e6,
     )
+
+
+def base_packages(dependencies: Iterable[str]) -> set[str]:
+    """The names of the packages that these requirements install on this machine, directly or through others."""
+    found: set[tuple[str, str]] = set()
+    waiting = [Requirement(line) for line in dependencies]
+    while waiting:
+        wanted = waiting.pop()
+        for extra in ("", *wanted.extras):
+            name = canonicalize_name(wanted.name)
+            if (name, extra) in found:
+                continue
+            found.add((name, extra))
+            for each in map(Requirement, metadata.requires(name) or ()):
+                if each.marker is None or each.marker.evaluate({"extra": extra}):
+                    waiting.append(each)
+    return {name for name, _ in found}
 
 
 def _installed_bytes(package: str) -> int:
