@@ -53,10 +53,8 @@ def explain(key: str, settings: Settings | None = None) -> list[str]:
         if key not in known_keys():
             return [f"[{key}]", *fields]
         how = f"  set its fields in [{key}], or as --{key}.FIELD"
-        return [key, f"  {description_of(path)}", "  table", *fields, how]
-    lines = [key, f"  {description_of(path)}", f"  {_shape(path)}"]
-    if key not in first_keys():
-        lines.append("  advanced: most runs keep the default")
+        return [key, f"  {description_of(path)}", "  table", *_advanced(key), *fields, how]
+    lines = [key, f"  {description_of(path)}", f"  {_shape(path)}", *_advanced(key)]
     if settings is not None:
         lines.append(f"  value here: {_shown(value_at(settings, path))}")
     if path in secret_keys():
@@ -66,6 +64,10 @@ def explain(key: str, settings: Settings | None = None) -> list[str]:
     else:
         lines.append(f"  set it as {name} in [{'.'.join(sections)}], {variable_of(path)}, or --{key}")
     return lines
+
+
+def _advanced(key: str) -> list[str]:
+    return [] if key in first_keys() else ["  advanced: most runs keep the default"]
 
 
 def description_of(path: Key) -> str:

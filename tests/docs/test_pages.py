@@ -176,7 +176,7 @@ KILOBYTES = {
     "CONTRIBUTING.md": 5,
     "docs/algorithms.md": 6,
     "docs/architecture.md": 24.5,
-    "docs/bad-reward.md": 4,
+    "docs/bad-reward.md": 4.1,
     "docs/code-map.md": 10.5,
     "docs/concepts.md": 9,
     "docs/emulation.md": 9,
@@ -188,13 +188,13 @@ KILOBYTES = {
     "docs/instances.md": 9,
     "docs/learning-curves.md": 3.5,
     "docs/moving.md": 6,
-    "docs/operations.md": 24,
+    "docs/operations.md": 24.2,
     "docs/own-reward.md": 3.5,
-    "docs/own-task.md": 7,
+    "docs/own-task.md": 7.2,
     "docs/python.md": 4,
     "docs/quickstart.md": 4,
     "docs/reliability.md": 15,
-    "docs/reports.md": 2.5,
+    "docs/reports.md": 2.6,
 }
 """The most that a page may have, so that each is read in one sitting."""
 

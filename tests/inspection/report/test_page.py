@@ -123,6 +123,7 @@ async def test_curves_go_over_wall_clock_if_wanted(page: Page) -> None:
 
 
 @in_browser
+@pytest.mark.processes
 async def test_curves_are_smoothed_if_wanted_and_tell_what_was_measured(browser: Page, tmp_path: Path) -> None:
     recorded = record_run(tmp_path / "long", seconds=240.0)
     write_page(tmp_path / "long.html", [read_record(recorded.directory, recorded.name)])
