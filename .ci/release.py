@@ -6,7 +6,7 @@
 3. Write an SBOM (CycloneDX, JSON) of the Python packages that the image gets.
 4. Build the image with the SBOM in it, if a Docker engine answers.
 
-dist/ is made anew. The last lines are its files with their SHA-256, which SHA256SUMS also has.
+dist/ is emptied first. The last lines are its files with their SHA-256, which SHA256SUMS also has.
 """
 
 import hashlib

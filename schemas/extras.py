@@ -1,8 +1,8 @@
 """The optional packages of each extra, and the line that names the extra of a missing package.
 
 The base package has what a trainer, worker or relay needs. Code of a feature imports its packages when it starts.
-``require_extra`` is called before a run or process starts. The command line turns a missing package that nobody checked
-for into the same line.
+``require_extra`` is called before a run or process starts. If an import fails later, the command line prints
+the same line.
 """
 
 from importlib.util import find_spec

@@ -60,6 +60,10 @@ class Language:
     docstrings_beginning_with_of: int
 
 
+_WRITTEN = re.compile(r"<!-- fields of .*?<!-- fields: end -->", re.DOTALL)
+"""The tables that a program writes into a page by hand."""
+
+
 def language_of(root: Path) -> Language:
     """Measure a tree."""
     passages = list(passages_of(root))
@@ -68,7 +72,7 @@ def language_of(root: Path) -> Language:
     )
     lengths = [length for length in lengths if length]
     return Language(
-        docs_bytes_by_hand=sum(path.stat().st_size for path in pages_by_hand(root)),
+        docs_bytes_by_hand=sum(len(_WRITTEN.sub("", path.read_text()).encode()) for path in pages_by_hand(root)),
         sentence_words_mean=statistics.mean(lengths),
         sentence_words_95=lengths[len(lengths) * 95 // 100],
         dialect_words=sum(len(DIALECT.findall(one.text)) for one in passages),
