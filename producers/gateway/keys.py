@@ -112,7 +112,9 @@ class KeyFile:
         keys = self.read()
         left = [key for key in keys if key.name != name]
         if len(left) == len(keys):
-            raise UserError(f"expected the name of a key in {self.path}, got {name!r}; `keys list` shows them")
+            raise UserError(
+                f"expected the name of a key in {self.path}, got {name!r}; `streamrl gateway keys ls` lists them"
+            )
         self._write(left)
 
     def _write(self, keys: list[ApiKey]) -> None:

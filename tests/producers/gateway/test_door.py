@@ -252,7 +252,7 @@ def test_a_key_is_shown_once(tmp_path: Path) -> None:
     file.remove("alice")
     with pytest.raises(ApiError, match="an unknown one"):
         ring.key_use_of(f"Bearer {secret}")
-    with pytest.raises(UserError, match="keys list"):
+    with pytest.raises(UserError, match="keys ls"):
         file.remove("alice")
     file.path.write_text("{}")
     with pytest.raises(UserError, match="keys add"):
