@@ -26,7 +26,7 @@ pytestmark = pytest.mark.long
 LENGTH = 300
 HEAP_MB = 256
 SAMPLED_TWICE = 2 * (LENGTH // 16)
-"""Most tokens of each completion: a 16th of the longest that the worker has not written yet, and as many in the engine."""
+"""Most tokens of each completion: a 16th of the longest, not written yet by the worker, and as many in the engine."""
 TOLERANCE = 1e-3
 """Nats, of a log-probability: the engine computes in batches and one token at a time, the forward pass all at once."""
 _VLLM = [
