@@ -45,7 +45,7 @@ def attach(
         bool, typer.Option("--adopt", help="Continue, although the instance's directory was lost or moved.")
     ] = False,
 ) -> None:
-    """Train another policy on a run's stream, next to the run's own.
+    """Train another policy on a run's stream, next to its own.
 
     The command returns after the instance's last step, at the run's end or on `streamrl detach`. The run is not
     affected. The same command continues from the instance's newest checkpoint.

@@ -44,20 +44,21 @@ def require_name(settings: "Settings", role: str) -> None:
     """
     if not settings.run.name:
         raise SettingsError(
-            f"expected run.name, got none: a {role} that is started alone joins a run by its name; give it with "
-            f"--run.name, or give {settings.run.directory}/NAME/{CONFIG}"
+            f"expected run.name, got none: a {role} that is started alone joins a run; name one on this machine with "
+            "--run NAME, or give its configuration and --run.name NAME"
         )
 
 
 CONFIG = "config.resolved.toml"
 EXPLAINED = """# Run {name}
 
-Written by `streamrl run`. To continue the run, also with more steps: `streamrl run {path}/config.resolved.toml`.
+Written by `streamrl run`. `streamrl run {path}/config.resolved.toml` continues it; after its last step, add
+`--training.max_steps N`.
 
 | file | contents |
 |---|---|
 | `report.html` | the run as a page, written at its end (`streamrl report --run {path}` writes it again) |
-| `summary.json` | the run's figures in one object; the manual explains each under Concepts, The figures |
+| `summary.json` | the run's figures in one object; the manual's page Figures of a run explains each |
 | `metrics.jsonl` | one line per optimizer step, under TRL's names |
 | `config.resolved.toml` | all settings of the run; this file alone repeats it |
 | `checkpoints/step_N/` | models for `from_pretrained`, with `trainer_state/` to resume from (`streamrl checkpoints`) |

@@ -42,7 +42,7 @@ def test_a_name_that_was_given_stays_and_the_resolved_settings_have_one(tmp_path
 
 def test_a_process_by_itself_needs_the_name_of_its_run() -> None:
     with pytest.raises(
-        SettingsError, match=r"a worker that is started alone joins a run by its name; give it with --run\.name"
+        SettingsError, match=r"a worker that is started alone joins a run; name one on this machine with --run NAME"
     ):
         require_name(nameless(), "worker")
     with pytest.raises(SettingsError, match=r"expected run\.name, got none"):
