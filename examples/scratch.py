@@ -11,7 +11,8 @@ from pathlib import Path
 def working_directory() -> Iterator[Path]:
     """The directory that the command line names, made if it is missing; without one, a temporary directory."""
     if len(sys.argv) > 1:
-        directory = Path(sys.argv[1])
+        # Absolute, because the run's settings store paths below it, and the notebook reads them from another directory.
+        directory = Path(sys.argv[1]).absolute()
         directory.mkdir(parents=True, exist_ok=True)
         yield directory
     else:

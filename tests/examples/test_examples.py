@@ -71,7 +71,7 @@ def test_the_loop_is_read_in_one_sitting() -> None:
 
 @pytest.mark.processes
 def test_own_rewards_are_learnt_and_the_notebook_reads_the_run(tmp_path: Path) -> None:
-    said = said_by("own_reward", str(tmp_path / "runs"))
+    said = said_by("own_reward", os.path.relpath(tmp_path / "runs", ROOT))
     first, last = re.findall(r"share_of_letter: (\d\.\d{3}) -> (\d\.\d{3})", said)[0]
     assert float(last) > float(first)
     assert re.search(r"^balanced: run own-reward, \d+ records, every one with exactly one fate$", said, re.MULTILINE)
