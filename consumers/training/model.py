@@ -132,7 +132,7 @@ def open_policy(initial: str | Path, restored: Path | None, device: torch.device
     if (found := (Path(directory) / ADAPTER).exists()) and not (lora.rank and restored):
         raise ModelError(
             f"expected a whole model at {directory}, got an adapter: set training.lora as it was, or merge the adapter "
-            "first (`streamrl checkpoints merge`)"
+            "first (`streamrl checkpoints merge --run RUN --out DIR`)"
         )
     if lora.rank and restored and not found:
         raise ModelError(

@@ -68,7 +68,7 @@ class KeyFile:
             said = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
             raise UserError(
                 f"expected API keys in {self.path}, got: {said}; restore the file, or delete it and make new keys with "
-                "`streamrl gateway keys add`"
+                "`streamrl gateway keys add NAME --run RUN`"
             ) from error
 
     def make_key(
@@ -113,7 +113,8 @@ class KeyFile:
         left = [key for key in keys if key.name != name]
         if len(left) == len(keys):
             raise UserError(
-                f"expected the name of a key in {self.path}, got {name!r}; `streamrl gateway keys ls` lists them"
+                f"expected the name of a key in {self.path}, got {name!r}; `streamrl gateway keys ls --run RUN` lists "
+                "them"
             )
         self._write(left)
 

@@ -415,7 +415,9 @@ def show_dead_letter(run: Path, export: Path | None, offset: int) -> int:
 
     dead_letter = _with_history(run, export, read)
     if dead_letter is None:
-        raise UserError(f"expected a dead letter at offset {offset}, found none; `streamrl dlq ls` lists them")
+        raise UserError(
+            f"expected a dead letter at offset {offset}, found none; `streamrl dlq ls --run {run}` lists them"
+        )
     print(plain_lines(lines_of(dead_letter)))
     return 0
 
@@ -428,7 +430,7 @@ def retry_dead_letters(run: Path, offsets: Collection[int], *, everything: bool,
     """
     # The user must ask for all of them: a forgotten offset must not mean "all".
     if bool(offsets) == everything:
-        raise UserError("expected either offsets of dead letters or --all; `streamrl dlq ls` lists them")
+        raise UserError(f"expected either offsets of dead letters or --all; `streamrl dlq ls --run {run}` lists them")
     return _write(run, None if everything else offsets, dry_run=dry_run, force=force)
 
 

@@ -261,7 +261,7 @@ def resumable(entries: Sequence[CheckpointEntry], rollback: Rollback | None) -> 
             return newer  # the chosen one was pruned, as any checkpoint with successors may be
         raise CheckpointError(
             f"expected checkpoint {PolicyVersion(*rollback.version)}, to which this run was rolled back, found no "
-            "complete one; choose another with `streamrl checkpoints restore`"
+            "complete one; choose another with `streamrl checkpoints restore CHECKPOINT --run RUN`"
         )
     chain = _Chain([entry.manifest for entry in entries if entry.manifest is not None], chosen.manifest)
     older = [

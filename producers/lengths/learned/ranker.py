@@ -113,7 +113,7 @@ class LanguageModelTrainer:
         if self._store.newest() is None and settings.base_model is None:
             raise SettingsError(
                 f"expected a language model in {folder} (lengths.model_dir), got none: make one with "
-                "`streamrl lengths fit`, or set lengths.base_model"
+                "`streamrl lengths fit --run RUN --out DIR`, or set lengths.base_model"
             )
         self._held = False
         self._since_fit = 0

@@ -120,7 +120,8 @@ def _refuse_another(running: ClusterStatus, nodes: int, port: int | None) -> Non
     if nodes != len(running.nodes) or port not in (None, running.nodes[0].port):
         raise BrokerError(
             f"a Kafka cluster of {len(running.nodes)} node(s) already runs at {running.bootstrap_servers}, "
-            f"with its data in {running.data_dir}: stop it first (streamrl kafka down), or name another folder"
+            f"with its data in {running.data_dir}: stop it first (`streamrl kafka down --data-dir "
+            f"{running.data_dir}`), or name another folder"
         )
 
 

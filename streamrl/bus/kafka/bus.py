@@ -247,5 +247,7 @@ class KafkaBus:
 
 def _partitions_of(topic: str, counts: dict[str, int], wanted: frozenset[int] | None) -> list[TopicPartition]:
     if topic not in counts:
-        raise TopicMissing(f"expected an existing topic, got {topic!r}; create it with `streamrl topics apply`")
+        raise TopicMissing(
+            f"expected an existing topic, got {topic!r}; create it with `streamrl topics apply --run RUN`"
+        )
     return [TopicPartition(topic, number) for number in range(counts[topic]) if wanted is None or number in wanted]

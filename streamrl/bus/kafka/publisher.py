@@ -147,7 +147,9 @@ class KafkaPublisher:
         producer = await self._connected()
         counts = await partitions_seen_by(producer.client, self._settings, [topic], self._limits)
         if topic not in counts:
-            raise BusUnavailable(f"expected an existing topic, got {topic!r}; create it with `streamrl topics apply`")
+            raise BusUnavailable(
+                f"expected an existing topic, got {topic!r}; create it with `streamrl topics apply --run RUN`"
+            )
         self._counts |= counts
         with converting_errors(f"finding the leaders of {topic}"):
             async with asyncio.timeout(self._limits.connect_timeout_s):

@@ -218,7 +218,7 @@ def _partition_for(record: Outgoing, counts: Mapping[str, int]) -> TopicPartitio
     count = counts.get(record.topic)
     if count is None:
         raise BusUnavailable(
-            f"expected an existing topic, got {record.topic!r}; create it with `streamrl topics apply`"
+            f"expected an existing topic, got {record.topic!r}; create it with `streamrl topics apply --run RUN`"
         )
     number = partition_of(record.key, count) if record.partition is None else record.partition
     if not 0 <= number < count:

@@ -178,7 +178,7 @@ async def check_cluster(connection: RunConnection) -> list[Finding]:
     if not runs_of(facts.topics):
         return [
             *findings,
-            ok("topics", f"run {run} has none yet; `streamrl run` or `streamrl topics apply` creates them"),
+            ok("topics", f"run {run} has none yet; `streamrl run` or `streamrl topics apply --run {run}` creates them"),
         ]
     return [*findings, *await _topics(connection, facts), *_sizes(connection, facts)]
 
@@ -247,28 +247,29 @@ def _sizes(connection: RunConnection, facts: ClusterFacts) -> Iterator[Finding]:
         known = facts.topics.get(connection.name_of(topic))
         if known is not None:
             limit = int(known.configs.get("max.message.bytes") or 0)
-            problems += [*_size_problems(topic, limit, request)]
+            problems += [*_size_problems(topic, limit, request, connection.run)]
     yield from problems
     if not problems:
         largest = max(message.MAX_BYTES for topic in CATALOGUE if (message := topic.message) is not None)
         yield ok("sizes", f"messages of up to {_mib(largest)} fit writers, topics, broker and readers")
 
 
-def _size_problems(topic: Topic, limit: int, request: int | None) -> Iterator[Finding]:
+def _size_problems(topic: Topic, limit: int, request: int | None, run: str) -> Iterator[Finding]:
+    apply = f"`streamrl topics apply --run {run}`"
     largest = 0 if topic.message is None else topic.message.MAX_BYTES
     name = topic.name
     if largest > limit:
         detail = f"{name}: a message may have {_mib(largest)}, the topic accepts {_mib(limit)}"
-        yield fail("sizes", detail, "`streamrl topics apply` sets max.message.bytes")
+        yield fail("sizes", detail, f"{apply} sets max.message.bytes")
     if LIMITS.max_batch_bytes > limit:
         detail = f"{name}: writers send {_mib(LIMITS.max_batch_bytes)} at once, the topic accepts {_mib(limit)}"
-        yield fail("sizes", detail, "`streamrl topics apply` sets max.message.bytes")
+        yield fail("sizes", detail, f"{apply} sets max.message.bytes")
     if request is not None and limit > request:
         detail = f"{name}: the topic accepts {_mib(limit)}, the broker requests of {_mib(request)}"
         yield fail("sizes", detail, "raise socket.request.max.bytes on the brokers")
     if limit > LARGEST_UNCOMPRESSED:
         detail = f"{name}: the topic accepts {_mib(limit)}, readers refuse batches above {_mib(LARGEST_UNCOMPRESSED)}"
-        yield warn("sizes", detail, "lower max.message.bytes of the topic; `streamrl topics apply` does")
+        yield warn("sizes", detail, f"lower max.message.bytes of the topic; {apply} does")
 
 
 def _mib(size: int) -> str:

@@ -420,7 +420,8 @@ def _decoded(record: Record) -> Trajectory:
         message = record.message()
     except WireError as error:
         raise UserError(
-            f"expected a trajectory at {where}, got bytes that do not decode: {error}; see `streamrl replay --from-dlq`"
+            f"expected a trajectory at {where}, got bytes that do not decode: {error}; see "
+            "`streamrl replay --run RUN --from-dlq`"
         ) from error
     if not isinstance(message, Trajectory):
         raise UserError(f"expected a trajectory at {where}, got a {message.SCHEMA}")
