@@ -444,10 +444,11 @@ PROMISES = (
     ),
     Mutant(
         "49j",
-        "an order taken back a turn after its samples were found at work",
+        "an order taken back two turns after its samples were found at work",
         "producers/generation/worker.py",
         "            releasing = tasks.create_task(self.releases.take_back(group_id, attempt, own, logs))\n",
         "            async def later(*taken: Any) -> None:\n"
+        "                await asyncio.sleep(0)\n"
         "                await self.releases.take_back(*taken)\n\n"
         "            releasing = tasks.create_task(later(group_id, attempt, own, logs))\n",
         (
