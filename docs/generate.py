@@ -169,7 +169,7 @@ def _users_row(topic: Topic) -> tuple[str, ...]:
 
 
 def _size_of(topic: Topic) -> tuple[str, ...]:
-    partitions = str(topic.partitions) if topic.partitions else "buckets × shards"
+    partitions = str(topic.partitions) if topic.partitions else "2 × length buckets"
     return code(topic.name), partitions, _kept(topic), f"{topic.max_message_bytes / (1 << 20):.1f} MiB"
 
 

@@ -159,7 +159,7 @@ Partitions = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Partitions of the trajectories topic: buckets × shards; default: from the run's settings here, else 8.",
+        help="Partitions of the trajectories topic: 2 × length buckets; default: from the run's settings here, else 8.",
     ),
 ]
 
