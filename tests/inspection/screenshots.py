@@ -107,7 +107,7 @@ async def _stepped(run: Path, share: float) -> None:
 @asynccontextmanager
 async def _viewer(run: Path) -> AsyncIterator[str]:
     """The address at which `streamrl ui` shows the run."""
-    command = [*CLI, "ui", str(run), "--port=0", "--no-open"]
+    command = [*CLI, "ui", f"--run={run}", "--port=0", "--no-open"]
     viewer = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
     try:
         assert viewer.stdout is not None
