@@ -121,10 +121,10 @@ class Start:
     @property
     def deletion(self) -> str:
         """The command that deletes the run's topics."""
-        command = f"streamrl topics rm --run {self.run}"
         if self.servers:
-            return f"{command} --bootstrap-servers {self.servers}"
-        return command if self.directory == RUNS else f"{command} --directory {shlex.quote(str(self.directory))}"
+            return f"streamrl topics rm --run {self.run} --bootstrap-servers {self.servers}"
+        run = self.run if self.directory == RUNS else shlex.quote(str(self.directory / self.run))
+        return f"streamrl topics rm --run {run}"
 
 
 def decide(start: Start) -> RunIdentity:

@@ -48,7 +48,7 @@ async def gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDirec
     except (BusError, BrokerError, DataLossRefused) as error:
         log.warning(
             f"the topics cannot be read for the report, which is incomplete; try `streamrl report --run "
-            f"{settings.run.name} --from-topics`",
+            f"{directory.path} --from-topics`",
             error=str(error),
         )
         return None
@@ -59,9 +59,7 @@ async def audited(bus: KafkaBus, settings: Settings, directory: RunDirectory) ->
     try:
         return await closing_report(PastRun(directory, settings), BusHistory(bus, client_id="audit"))
     except (StreamRLError, OSError) as error:
-        log.warning(
-            f"the audit at the run's end failed; try `streamrl audit --run {settings.run.name}`", error=str(error)
-        )
+        log.warning(f"the audit at the run's end failed; try `streamrl audit --run {directory.path}`", error=str(error))
         return None
 
 

@@ -565,3 +565,15 @@ async def test_a_trainer_of_a_newer_version_puts_its_number_on_the_topic(harness
     found = (await read_topics(harness.bus, RUN)).identity
     assert found is not None
     assert found.replace(lineage=0, claim_id="") == older.replace(wire=WIRE_VERSION)
+
+
+@pytest.mark.parametrize(
+    ("start", "run"),
+    [
+        (START, RUN),
+        (replace(START, directory=Path("my runs")), f"'my runs/{RUN}'"),
+        (replace(START, servers="kafka:9092", directory=Path("elsewhere")), f"{RUN} --bootstrap-servers kafka:9092"),
+    ],
+)
+def test_the_command_that_deletes_the_topics_names_the_run_where_it_is(start: Start, run: str) -> None:
+    assert start.deletion == f"streamrl topics rm --run {run}"
