@@ -97,15 +97,9 @@ def open_run(path: Path) -> PastRun:
     """
     from streamrl.settings.loading import load_settings
 
-    # A configuration that a user wrote, rather than the resolved one in the run's directory.
-    if path.is_file() and path.name != CONFIG:
-        settings = load_settings(path, [], to_look=True)
-        return PastRun(RunDirectory(settings.run.path), settings)
-    if (directory := directory_of(path)) is not None:
-        return PastRun(directory, load_settings(directory.config, [], to_look=True))
-    raise UserError(
-        f"expected a run's directory with {CONFIG}, or its name under {RUNS}/, got {describe_missing_run(path)}"
-    )
+    directory = _resolved_run(path)
+    settings = load_settings(path if directory is None else directory.config, [], to_look=True)
+    return PastRun(directory or RunDirectory(settings.run.path), settings)
 
 
 def settings_to_join(path: Path, overrides: Sequence[str]) -> "Settings":
@@ -117,12 +111,7 @@ def settings_to_join(path: Path, overrides: Sequence[str]) -> "Settings":
     """
     from streamrl.settings.loading import load_settings
 
-    directory = None if path.is_file() and path.name != CONFIG else directory_of(path)
-    if directory is None and not path.is_file():
-        raise UserError(
-            f"expected a run's directory with {CONFIG}, or its name under {RUNS}/, got {describe_missing_run(path)}; "
-            "on another machine than the run's, give its configuration file instead"
-        )
+    directory = _resolved_run(path, "; on another machine than the run's, give its configuration file instead")
     settings = load_settings(path if directory is None else directory.config, overrides)
     run = settings.run
     if directory is None or run.name != directory.path.name:
@@ -130,6 +119,22 @@ def settings_to_join(path: Path, overrides: Sequence[str]) -> "Settings":
     # A relative path in the file holds only where the run was started.
     placed = run.model_copy(update={"directory": directory.path.parent})
     return settings.model_copy(update={"run": placed})
+
+
+def _resolved_run(path: Path, advice: str = "") -> RunDirectory | None:
+    """The run's directory; None if the path is a configuration that a user wrote. ``advice`` ends the error's text.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if path.is_file() and path.name != CONFIG:
+        return None
+    if (directory := directory_of(path)) is None:
+        raise UserError(
+            f"expected a run's directory with {CONFIG}, or its name under {RUNS}/, got {describe_missing_run(path)}"
+            f"{advice}"
+        )
+    return directory
 
 
 def describe_missing_run(path: Path) -> str:

@@ -46,6 +46,10 @@ class FitRules:
     upper: float = UPPER_SHARE
     min_observations: int = MIN_OBSERVATIONS
 
+    def interval(self, known: int) -> int:
+        """Completions from one fit to the next, of ``known`` ones: few at first, because each then adds much."""
+        return min(self.refit_every, max(self.min_samples, known // 2))
+
 
 FIT_RULES = FitRules()
 """The rules of every run: the first fit as soon as trees can split, and later ones about a core second apiece."""
@@ -201,14 +205,13 @@ class ModelUpdater:
         self._fit(*self._snapshot(levels), newest)
 
     def _fit_interval(self) -> float:
-        """Completions from one fit to the next, n of them in the reservoir: min(refit_every, max(min_samples, n / 2)).
+        """Completions from one fit to the next.
 
-        Few at first, because each then adds much. There is no fit while a model loaded at the start was fitted to twice
-        as many completions as the reservoir holds.
+        There is no fit while a model loaded at the start was fitted to twice as many as the reservoir holds.
         """
         if self.reservoir is None or 2 * len(self.reservoir) < min(self._inherited, self._rules.reservoir_size):
             return math.inf
-        return min(self._rules.refit_every, max(self._rules.min_samples, len(self.reservoir) // 2))
+        return self._rules.interval(len(self.reservoir))
 
     def _snapshot(self, levels: DatasetLevels) -> tuple[Observations, dict[str, tuple[float, int]]]:
         assert self.reservoir is not None, "expected a reservoir, since models are fitted here"

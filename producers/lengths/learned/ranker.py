@@ -133,7 +133,7 @@ class LanguageModelTrainer:
             self._sample[self._random.randrange(len(self._sample))] = completion
         self._since_fit += 1
         # Few at first, because each completion then adds much.
-        interval = min(self._rules.refit_every, max(self._rules.min_samples, len(self._sample) // 2))
+        interval = self._rules.interval(len(self._sample))
         if not self._held and self._since_fit >= interval and not self._fitting.is_busy:
             self._since_fit = 0
             # Copies, because the sample changes while the thread reads them.
