@@ -33,7 +33,7 @@ class Section(BaseModel):
 
 
 class SettingsTable(Section):
-    """A part of a section that counts as one setting: who sets it replaces measured values, usually by a profile."""
+    """A part of a section that counts as one setting, such as measured values, which a profile can replace."""
 
 
 class LoopSettings(Section):

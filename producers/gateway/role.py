@@ -45,7 +45,7 @@ def _request_slots(settings: "Settings") -> int:
     slots = settings.generation.max_num_seqs
     if settings.data.requests_only:
         return slots
-    # A quarter: requests seldom come as many at a time as orders, and each waits for a slot of its own only.
+    # A quarter, because fewer requests than orders come at a time.
     return max(1, slots // 4) if _gateway_of(settings).enabled else 0
 
 

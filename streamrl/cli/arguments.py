@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from streamrl.settings.tree import Settings
 
 # One option names a run in every command. They differ in what they do without it.
-_A_RUN = "The run's directory, its name below runs/, or its configuration file"
-GivenRun = Annotated[Path, typer.Option("--run", metavar="RUN", help=f"{_A_RUN}.")]
-GivenRuns = Annotated[list[Path], typer.Option("--run", metavar="RUN", help=f"{_A_RUN}; may be repeated.")]
+A_RUN = "The run's directory, its name below runs/, or its configuration file"
+GivenRun = Annotated[Path, typer.Option("--run", metavar="RUN", help=f"{A_RUN}.")]
+GivenRuns = Annotated[list[Path], typer.Option("--run", metavar="RUN", help=f"{A_RUN}; may be repeated.")]
 LiveRun = Annotated[
     Path | None,
     typer.Option(
@@ -32,7 +32,7 @@ LiveRun = Annotated[
 ]
 JoinedRun = Annotated[
     Path | None,
-    typer.Option("--run", metavar="RUN", help=f"{_A_RUN}; joins it with its settings, at its broker."),
+    typer.Option("--run", metavar="RUN", help=f"{A_RUN}; joins it with its settings, at its broker."),
 ]
 Servers = Annotated[
     str | None,

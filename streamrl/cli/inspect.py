@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from streamrl.cli.arguments import GivenRun, GivenRuns, LiveRun, Servers
+from streamrl.cli.arguments import A_RUN, GivenRun, GivenRuns, LiveRun, Servers
 from streamrl.inspection.process import (
     DISPLAY_NICENESS,
     NICENESS,
@@ -33,9 +33,7 @@ def register(app: typer.Typer) -> None:
 def audit(
     run: Annotated[
         Path | None,
-        typer.Option(
-            "--run", metavar="RUN", help="The run's directory, its name below runs/, or its configuration file."
-        ),
+        typer.Option("--run", metavar="RUN", help=f"{A_RUN}."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     export: Annotated[

@@ -97,13 +97,17 @@ def _without_meaningless(model: BaseModel, values: Tree, meaningless: frozenset[
         if isinstance(part, BaseModel):
             tree[name] = _without_meaningless(part, value, meaningless, f"{prefix}{name}.")
         elif isinstance(part, dict) and all(isinstance(each, BaseModel) for each in part.values()):
-            # Whole: what is left out of a held-out set would be that of [data].
-            tree[name] = {key: {each: UNSET if of is None else of for each, of in value[key].items()} for key in part}
+            # Whole: a setting that a held-out set leaves out would be that of [data].
+            tree[name] = {key: _with_unset(value[key]) for key in part}
         elif value is not None:
             tree[name] = value
         elif type(model).model_fields[name].default is not None:  # TOML has no null, so a word means "unset"
             tree[name] = UNSET
     return tree
+
+
+def _with_unset(section: Tree) -> Tree:
+    return {key: UNSET if value is None else value for key, value in section.items()}
 
 
 def _explain_error(error: ValidationError, given: SettingsLayers | None) -> str:
