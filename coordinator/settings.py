@@ -13,7 +13,7 @@ class CoordinatorSettings(Section):
     relays: Annotated[
         tuple[str, ...],
         Field(
-            description="Addresses of relays to announce after those that send heartbeats, if any do yet; "
+            description="Addresses of relays to announce, after the relays that send heartbeats; "
             "empty: the relay that `streamrl run` starts."
         ),
     ] = ()

@@ -35,8 +35,8 @@ FIGURES_HEAD = """# Figures of a run
 
 <!-- Written by `python -m docs.generate` from the figures' own descriptions; do not edit. -->
 
-What a run reports while it goes on. `streamrl status --json`, `streamrl top --json` and the page use these names;
-the lines for people say the same in words. [Concepts](concepts.md) explains the words.
+The figures of a running run. `streamrl status --json`, `streamrl top --json` and the page of `streamrl ui` use these
+names. Without `--json` the commands show the same values in words. [Concepts](concepts.md) explains the terms.
 """
 
 WHOLE_RUNS = """
@@ -51,20 +51,20 @@ WHOLE_RUNS = """
 
 `metrics.jsonl`, trackers and `streamrl_step_metric` hold each step's figures under TRL's names: `reward`,
 `off_policy/mean` (staleness; also `max`, `p50`, `p90`, `p99`), `kafka/lag/bucket_0`. The page, `top` and `report.html`
-draw how many trained trajectories were how old.
+show a histogram of the staleness of trained trajectories.
 
-## Three counts of tokens
+## Counts of tokens
 
 | figure | counts |
 |---|---|
 | `completions/num_tokens` | tokens of all completions of a step's groups; `tokens_per_s` is their rate |
-| `num_tokens` | prompts and completions since the run began, as TRL counts; `status` shows it |
-| `tokens/trained` | completion tokens that the loss is divided by |
-| `tokens/computed` | those of them that went through the model |
+| `num_tokens` | tokens of prompts and completions since the run started, as in TRL; `status` shows it |
+| `tokens/trained` | completion tokens that count in the loss |
+| `tokens/computed` | the part of them that went through the model |
 
-Where all members of a group earned the same there is no advantage, hence no gradient, and nothing is computed. So
-`tokens_per_s` is how fast the run uses up samples. `tokens/computed` over `time/forward_backward` is how fast the
-trainer computes.
+If all samples of a group have the same reward, their advantages and gradients are 0, and the trainer does not compute
+them. So `tokens_per_s` is the rate at which the run uses samples. `tokens/computed` divided by `time/forward_backward`
+is the speed of the trainer.
 """
 
 
@@ -128,4 +128,4 @@ def _named(names: Iterable[str]) -> str:
 def figures_page() -> str:
     """The page as Markdown."""
     rows = [(code(name), figure.unit or "–", figure.meaning) for name, figure in LIVE.items()]
-    return FIGURES_HEAD + "\n" + "\n".join(table(("name", "unit", "is"), rows)) + "\n" + WHOLE_RUNS
+    return FIGURES_HEAD + "\n" + "\n".join(table(("name", "unit", "meaning"), rows)) + "\n" + WHOLE_RUNS

@@ -45,13 +45,14 @@ SETTINGS_HEAD = """# Settings
 
 <!-- Written by `python -m docs.generate` from the types; do not edit. -->
 
-One tree: a TOML file, then the environment, then the command line; later ones win. `loop.max_staleness` is
+Settings come from a TOML file, then the environment, then the command line; later ones win. `loop.max_staleness` is
 `max_staleness` under `[loop]` in the file, `STREAMRL_LOOP__MAX_STALENESS` in the environment and `--loop.max_staleness`
-on the command line. The word `none` unsets an optional setting. `streamrl config show CONFIG` prints the resolved tree,
-`streamrl config explain KEY` one setting, `streamrl config explain --schema` the JSON schema. An unknown name is
-refused, and the message names the nearest one. A setting that others make meaningless is refused, too.
+on the command line. The word `none` unsets an optional setting. `streamrl config show CONFIG` prints all values,
+`streamrl config explain KEY` explains one setting, `streamrl config explain --schema` prints the JSON schema. An
+unknown name is refused, and the message names the nearest one. A setting that another setting makes meaningless is
+refused, too.
 
-The first {first} settings are those that people change, by what they want. The [others](#advanced) follow by section.
+Users mostly change the first {first} settings, grouped here by purpose. The [others](#advanced) follow by section.
 """
 ADVANCED_HEAD = """## Advanced
 

@@ -1,9 +1,9 @@
-"""The exception tree. Code that calls a library converts the library's errors to these, with ``from``."""
+"""The project's exceptions. Code that calls a library converts the library's errors to these, with ``raise … from``."""
 
 import errno
 from collections.abc import Iterator, Sequence
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class StreamRLError(Exception):
@@ -35,7 +35,7 @@ class DataError(UserError):
 
 
 class IdentityError(UserError):
-    """The topics of the run's name belong to another run, or to lineages that the run's directory does not have."""
+    """Topics or checkpoints belong to another run, or to lineages that are missing in the run's directory."""
 
 
 class WireVersionError(UserError):
@@ -49,7 +49,7 @@ class DiskFull(UserError):
 
 
 class BadInput(UserError):
-    """Too many arriving records are bad, so their writer must be at fault: a reward function or a foreign process."""
+    """Too many received records are bad. The cause is their writer: a reward function or a foreign process."""
 
 
 class OutOfMemory(UserError):
@@ -64,7 +64,7 @@ class OutOfMemory(UserError):
 
 
 class RewardLoadError(UserError):
-    """A reward function that cannot be imported or has the wrong shape."""
+    """A reward function that cannot be loaded, or that fails too often to be used."""
 
 
 class WireError(StreamRLError):
@@ -72,7 +72,7 @@ class WireError(StreamRLError):
 
 
 class MalformedFrame(WireError):
-    """The frame or one of its fields does not have the promised shape."""
+    """The frame or one of its fields does not have the shape that the schema requires."""
 
 
 class UnknownSchema(WireError):
@@ -108,11 +108,11 @@ class ChecksumMismatch(WeightsError):
 
 
 class LateExport(WeightsError):
-    """The weights' lineage is older than others in the store, or their name is taken. The store stays unchanged."""
+    """The weights' lineage is older than another in the store, or their name is taken. The store is not changed."""
 
 
 class CheckpointError(StreamRLError):
-    """A checkpoint is incomplete or does not verify."""
+    """A checkpoint cannot be written or read, is incomplete, or does not verify."""
 
 
 class RankLost(StreamRLError):
@@ -124,9 +124,9 @@ class EngineError(StreamRLError):
 
 
 class PromptRefused(EngineError):
-    """A prompt that no attempt can sample: the fault is in the prompt, not in the engine.
+    """A prompt that cannot be sampled, however often it is tried: the fault is in the prompt, not in the engine.
 
-    ``cause``: the common reason by which refused prompts are counted, for example "longer than 127 tokens".
+    ``cause``: the reason without details, for example "longer than 127 tokens". Refused prompts are counted by cause.
     """
 
     def __init__(self, cause: str, detail: str) -> None:
@@ -139,7 +139,7 @@ class LifecycleError(StreamRLError):
 
 
 class FinishedRunContinues(StreamRLError):
-    """The trainer continues a run after its end was announced. Processes that exited have to be started again."""
+    """The trainer continues a run whose end was announced. Processes that exited must be started again."""
 
     exit_code = 6
 
@@ -164,12 +164,12 @@ class DataLossRefused(StreamRLError):
 
 
 def causes_of(error: BaseException | None, *, with_context: bool = False) -> Iterator[BaseException]:
-    """The error, then the error it was raised from, and so on. Each comes once, even if ``raise`` made a cycle.
+    """Yield the error, then the error that it was raised from, and so on. In a cycle, each error comes once.
 
-    ``with_context``: an error without a ``from`` is followed by the error that was being handled.
+    ``with_context``: an error without a ``from`` is followed by the error that was being handled at the time.
     """
     seen: list[BaseException] = []
-    # By identity: a library's error may define its own equality.
+    # Errors are compared by identity, because a library's error may define its own equality.
     while error is not None and not any(error is each for each in seen):
         yield error
         seen.append(error)
@@ -177,17 +177,17 @@ def causes_of(error: BaseException | None, *, with_context: bool = False) -> Ite
 
 
 def is_interrupted(error: BaseException) -> bool:
-    """Whether an interrupt caused an error. Up to Python 3.11, an interrupt while a class is made gets wrapped."""
+    """Whether Ctrl-C caused an error. Up to Python 3.11, an interrupt is wrapped while a class is created."""
     return any(isinstance(each, KeyboardInterrupt) for each in causes_of(error))
 
 
 def is_disk_full_error(error: BaseException | None) -> bool:
     """Whether a full disk, an exhausted quota or a file-size limit caused an error."""
-    return any(_says_no_room(each) for each in causes_of(error))
+    return any(_reports_full_disk(each) for each in causes_of(error))
 
 
-def _says_no_room(error: BaseException) -> bool:
-    if isinstance(error, DiskFull) or (isinstance(error, OSError) and error.errno in _NO_ROOM):
+def _reports_full_disk(error: BaseException) -> bool:
+    if isinstance(error, DiskFull) or (isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNOS):
         return True
-    # Rust libraries report the number only in the error's text.
-    return any(f"(os error {number})" in str(error) for number in _NO_ROOM)
+    # Rust libraries report the error number only in the error's text.
+    return any(f"(os error {number})" in str(error) for number in _DISK_FULL_ERRNOS)

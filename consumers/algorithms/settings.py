@@ -97,14 +97,14 @@ class CriticSettings(Section):
     ] = 0.95
     cliprange_value: Annotated[
         float | None,
-        Field(gt=0, description="A value that moved further than this in a step stops learning; none: no limit."),
+        Field(gt=0, description="A value that moved further than this in a step gets no gradient; none: no limit."),
     ] = 0.2
 
 
 class PreferenceSettings(Section):
     """``[algorithm.preference]``: settings of ``dpo`` and ``ipo``."""
 
-    beta: Annotated[float, Field(gt=0, description="How strongly the policy is held to the reference.")] = 0.1
+    beta: Annotated[float, Field(gt=0, description="Strength of the KL penalty that ties policy to reference.")] = 0.1
 
 
 class SelectionSettings(Section):
@@ -207,7 +207,7 @@ class AlgorithmSettings(Section):
         bool,
         Field(
             description="Weight the KL term by policy / behaviour policy, truncated like the loss. Then its gradient "
-            "is the KL's for tokens of any policy; off: the plain estimator."
+            "is right also for tokens that another policy sampled; off: the plain estimator."
         ),
     ] = True
     scale_rewards: Annotated[

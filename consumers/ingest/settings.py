@@ -77,12 +77,12 @@ class IngestSettings(Section):
         int | None,
         Field(
             ge=0,
-            description="Oldest weights whose trajectories an attached instance trains, in optimizer steps of the "
-            "served policy before its newest announced weights; unset: any age, corrected by importance weights.",
+            description="An attached instance skips trajectories whose weights are more than this many served steps "
+            "older than the newest announced ones; unset: it trains any age, with importance weights.",
         ),
     ] = None
     accept_loss: Annotated[
-        bool, Field(description="Continue if the broker deleted records that were not read; each gap gets a skip row.")
+        bool, Field(description="Continue if the broker deleted unread records; each gap gets a skip record.")
     ] = False
     translate_offsets: Annotated[
         bool,
@@ -92,7 +92,7 @@ class IngestSettings(Section):
         ),
     ] = False
     max_unrewarded_share: Annotated[
-        float, Field(gt=0, le=1, description="Largest share of failed rewards among the last 1000 trajectories.")
+        float, Field(gt=0, le=1, description="Share of failed rewards in the last 1000 trajectories that stops a run.")
     ] = 0.2
 
     @property

@@ -1,8 +1,8 @@
 """Checks before a run starts whether its task can be trained: prompts, tokenizer, rewards, engine and disk.
 
-The check runs in a separate process that ends before the run starts. A tokenizer loads libraries of half a gigabyte,
-which the supervisor would otherwise keep for the whole run. ``streamrl run --dry-run`` checks more, and uses the same
-criteria: a run does not start with anything that the dry run reports as a failure.
+The check runs in a separate process that ends before the run starts. A tokenizer loads half a gigabyte of libraries,
+which would otherwise stay in the supervisor's memory for the whole run. ``streamrl run --dry-run`` checks more, with
+the same criteria: a run does not start with anything that the dry run reports as a failure.
 
 Invariant a_pointless_run_is_refused: a run that cannot succeed starts no broker and writes nothing. These are its
 signs: (nearly) no prompt can be sampled, the model has no tokenizer or incomplete weights, a reward fails too often,
@@ -51,8 +51,8 @@ PROMPTS_PATIENCE_S = 3.0
 """Limits on the sample of prompts (number and seconds); the dry run checks more prompts."""
 REWARD_ROWS = 48
 REWARDS_PATIENCE_S = 10.0
-"""Limits on the rows that rewards are tried on (number and seconds). A fault in one row of twenty is found nine times
-out of ten."""
+"""Limits on the rows that rewards are tried on (number and seconds). With 48 rows, a fault in one row of twenty is
+found with a probability of 0.9."""
 FLOOR_BYTES = 1 << 30
 """Disk space for logs, Kafka's data and other files, in addition to weights and checkpoints."""
 _BYTES_PER_PARAMETER = 4
@@ -60,14 +60,14 @@ _BYTES_PER_PARAMETER = 4
 _CHECKPOINT_COPIES = 3
 """Tensors per parameter in a checkpoint: the weight and AdamW's two moments."""
 CHECK_TIMEOUT_S = 180.0
-"""After this time the run starts unchecked: a hub or disk that does not answer also blocks the run, which reports it
-better."""
+"""After this time the run starts without the check. A hub or disk that does not answer also blocks the run, and the
+run reports it better."""
 
 
 def require_readable(place: Path, setting: str) -> None:
-    """Check that a file, or all of a directory, is readable; a path that does not exist is not checked.
+    """Check that a file, or everything in a directory, is readable. A missing path is not checked.
 
-    Libraries report an unreadable file as missing, or the model's type as unknown.
+    Libraries do not report this clearly: they call an unreadable file missing, or the model's type unknown.
 
     Raises:
         UserError: a file is not readable.
@@ -83,7 +83,7 @@ def require_readable(place: Path, setting: str) -> None:
 
 @dataclass(frozen=True)
 class DiskRoom:
-    """Bytes that a run has still to write to the disk of its directory, and bytes that are free there."""
+    """Disk space for a run. ``needed``: bytes that the run has yet to write. ``free``: bytes free at ``place``."""
 
     needed: int
     free: int
@@ -104,7 +104,7 @@ def require_extras(settings: Settings) -> None:
     """Check that this machine has the packages that the settings need beyond the base installation.
 
     Raises:
-        SettingsError: a package is missing; the text names the extra to install.
+        SettingsError: a package is missing; the message names the extra to install.
     """
     if settings.telemetry.traces != "off":
         require_extra("traces", f"telemetry.traces = {settings.telemetry.traces!r}")
@@ -116,15 +116,15 @@ def require_extras(settings: Settings) -> None:
 
 
 def disk_room(settings: Settings, parameters: int) -> DiskRoom:
-    """The disk space that a run needs and has; ``parameters``: the model's, 0 if none is trained.
+    """The disk space that a run needs and has. ``parameters``: those of the trained model; 0: none is trained.
 
     Raises:
         UserError: the run's directory cannot be written.
     """
     place, training = require_writable(settings.run.path), settings.training
-    # An old checkpoint or version is deleted only after a new one is complete, so there is one more than are kept, but
-    # not more than the run writes. Each worker also caches one version of the weights.
-    # needed = floor + P * 4 bytes * (3 * checkpoints + weight versions) - bytes of both that exist already
+    # An old checkpoint or weight version is deleted only after a new one is complete. So the disk needs room for one
+    # more than are kept. A run cannot keep more than it writes. Each worker also caches one weight version.
+    # needed = floor + parameters * 4 bytes * (3 * checkpoints + weight versions) - bytes of both that exist already
     kept = min(training.keep_checkpoints, training.max_steps // training.checkpoint_every + 1)
     checkpoints = 0 if training.checkpoint_location else _CHECKPOINT_COPIES * (kept + 1)
     weights = min(training.keep_weight_versions, training.max_steps) + 1 + settings.run.workers
@@ -137,14 +137,14 @@ def require_room(settings: Settings, parameters: int) -> None:
     """Check that a run fits on its disk; see ``disk_room``.
 
     Raises:
-        UserError: it does not fit, or its directory cannot be written.
+        UserError: the run does not fit, or its directory cannot be written.
     """
     if not (room := disk_room(settings, parameters)).is_enough:
         raise UserError(f"expected enough disk space, got too little: {room}")
 
 
 def require_writable(path: Path) -> Path:
-    """The nearest existing directory of a path, after a trial file was written there and removed.
+    """The nearest existing directory of a path. A trial file is written there and removed.
 
     Raises:
         UserError: no file can be written there.
@@ -152,7 +152,7 @@ def require_writable(path: Path) -> Path:
     parent = path.absolute()
     while not parent.exists():
         parent = parent.parent
-    # A trial file, because permissions do not show that a file system is mounted read-only.
+    # Permissions do not show that a file system is mounted read-only, so a file is written.
     try:
         with tempfile.TemporaryFile(dir=parent):
             return parent
@@ -166,7 +166,7 @@ def parameters_of(facts: "ModelFacts") -> int:
 
 
 def require_engine(settings: Settings, facts: "ModelFacts | None") -> None:
-    """Check that the engine and the devices that this machine is to use exist, and that the engine supports the model.
+    """Check that this machine has the configured engine and devices, and that the engine supports the model.
 
     Raises:
         ModelError: the engine's library is not installed, a configured device does not exist, or the engine does not
@@ -188,12 +188,12 @@ def require_engine(settings: Settings, facts: "ModelFacts | None") -> None:
 
 
 def fails_too_often(trial: RewardTrial, settings: Settings) -> bool:
-    """Whether a reward fails for every completion on so many rows that a run would stop because of it."""
+    """Whether a run would stop because of this reward: it fails for every completion of too many rows."""
     return trial.lost_share > settings.ingest.max_unrewarded_share
 
 
 class SampledPrompts:
-    """The first prompts of a run, which are a random sample of its data; ``total``: prompts in one pass over it."""
+    """The first prompts of a run, which are a random sample of its data. ``total``: all prompts of one pass."""
 
     def __init__(self, settings: Settings) -> None:
         """Open the data.
@@ -205,7 +205,7 @@ class SampledPrompts:
         self.total = len(self._source) if isinstance(self._source, Sized) else PASS_SIZE
 
     def first(self, most: int, patience_s: float, monotonic: Callable[[], float] = time.monotonic) -> Iterator[Prompt]:
-        """At most ``most`` prompts; stops after ``patience_s`` seconds, in which the caller's time counts, too."""
+        """Yield at most ``most`` prompts, for ``patience_s`` seconds. The caller's time between prompts counts, too."""
         started_at = monotonic()
         for position in range(min(most, self.total)):
             if position and monotonic() - started_at > patience_s:
@@ -214,7 +214,7 @@ class SampledPrompts:
 
 
 def refuses_too_many(found: PromptSurvey) -> bool:
-    """Whether so many prompts are refused that a run would stop because of it."""
+    """Whether a run would stop because too many prompts are refused."""
     return found.refused_count == found.checked or found.refused_count > LIMITS.max_refused_share * found.checked
 
 
@@ -225,10 +225,10 @@ def check_task(settings: Settings, *, resumed: bool = False) -> list[str]:
     engine, model and disk are checked.
 
     Raises:
-        UserError: the run would be pointless; the text says why.
+        UserError: the run cannot succeed; the message says why.
     """
     command = module_command("streamrl.deploy.local.task_check", *(["resumed"] if resumed else []))
-    # Without the broker's section, because this process does not need its secrets.
+    # The process gets no [kafka] section, because it does not need the secrets in it.
     given = settings.model_dump_json(exclude={"kafka"})
     try:
         done = subprocess.run(
@@ -276,7 +276,7 @@ def checked(settings: Settings, *, resumed: bool = False) -> list[str]:
     found = survey(tokenizer, sample, min(settings.loop.max_prompt_length, facts.max_length - 1))
     refused = f"{found.refused_count:,} of {found.checked:,} prompts"
     if found.checked < prompts.total:
-        refused += f" (a sample of {prompts.total:,})"
+        refused += f" (sampled from {prompts.total:,})"
     if refuses_too_many(found):
         raise ModelError(
             f"expected prompts that can be sampled, got {refused} that would be refused: {found.causes()}; "
@@ -301,8 +301,8 @@ async def _check_rewards(settings: Settings, prompts: list[Prompt]) -> None:
 
 
 def main() -> None:
-    """The child process: reads settings as JSON from standard input and writes an answer as JSON to standard output."""
-    # Prints of a library or a user's module must not get into the answer.
+    """Run the check in the child process: read settings as JSON from standard input, write the answer as JSON."""
+    # Libraries and the user's modules may print. Their output must not mix with the answer.
     answer_to, sys.stdout = sys.stdout, sys.stderr
     settings = Settings.model_validate_json(sys.stdin.read())
     answer: dict[str, object] = {"refusal": None, "warnings": []}

@@ -136,7 +136,7 @@ FEATURE = Feature(
         roles=(
             FeatureRole(
                 "evaluator",
-                help="The evaluator: pass@k of held-out prompts.\n\nFor [evaluation.data].",
+                help="The evaluator: pass@k of held-out prompts.\n\nNeeded for [evaluation.data].",
                 build=build_evaluator,
                 leads=True,
             ),

@@ -22,7 +22,7 @@ class GatewaySettings(Section):
     ] = True
     keys: Annotated[
         Path | None,
-        Field(description="File of `streamrl gateway keys add`; unset: gateway/keys.json in the run's directory."),
+        Field(description="File of `streamrl gateway keys`; unset: gateway/keys.json in the run's directory."),
     ] = None
     allowed_hosts: Annotated[
         tuple[str, ...],
@@ -44,7 +44,7 @@ class GatewaySettings(Section):
     ] = "hermes"
     feedback_timeout_s: Annotated[
         float,
-        Field(gt=0, description="Time after its end in which a completion can get a reward; then it is deleted."),
+        Field(gt=0, description="Seconds after its end for which a completion can get a reward; then it is deleted."),
     ] = 3600.0
 
     def key_file(self, directory: Path) -> Path:

@@ -42,8 +42,8 @@ class DataSettings(Section):
     requests_only: Annotated[
         bool,
         Field(
-            description="The run has no prompts of its own. It trains only on completions of its gateway's requesters "
-            "and its environments, for which workers keep all slots."
+            description="The run has no prompts of its own. It trains only on requests to its gateway and on its "
+            "environments, for which workers keep all slots."
         ),
     ] = False
     dataset: Annotated[

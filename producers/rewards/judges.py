@@ -1,8 +1,9 @@
-"""Slow judges, made for graders: a model behind an endpoint, and running the completion's program.
+"""Two slow reward functions, meant for graders: ``llm_judge`` asks a model, ``code_tests`` runs a program.
 
-``llm_judge`` asks an endpoint with OpenAI's chat completions API, and reads a number from the answer. ``code_tests``
-runs the completion's program, then the row's tests, in a separate process. That process has the limits of the reward
-process (``producers.rewards.sandbox``), no network unless it is allowed, and a directory that is deleted afterwards.
+``llm_judge`` sends each completion to an endpoint with OpenAI's chat completions API, and reads a score from the
+answer. ``code_tests`` runs the completion's program, then the row's tests, in a separate process. That process has the
+limits of the reward process (``producers.rewards.sandbox``), and no network unless ``rewards.code_network`` allows it.
+Its working directory is deleted afterwards.
 """
 
 import asyncio
@@ -37,17 +38,17 @@ Say in few words what is right and wrong about the answer. Then write, on a line
 JUDGE_KEY = "OPENAI_API_KEY"
 """Environment variable with the endpoint's API key, the same as for OpenAI's own client."""
 JUDGE_SCALE = 10.0
-"""The judge's number for a reward of 1."""
+"""The judge's score that gives a reward of 1."""
 _SCORE = re.compile(r"\bscore\b\**\s*:[\s*]*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 _CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _PLACEHOLDER = re.compile(r"\{(prompt|completion|answer)\}")
-MAX_SAID = 300
-"""Most characters of an endpoint's answer that an error repeats."""
+MAX_QUOTED = 300
+"""Most characters of an endpoint's answer that an error quotes."""
 MAX_FILE_BYTES = 1 << 20
-"""Most bytes of each file that a program writes; its output goes to one of them."""
+"""Most bytes of each file that a program writes, including the file with its output."""
 
-# Runs as `python -I -c`. The secret word is read before the program runs, and written after the last test. So a program
-# that exits early, with any exit code, has not passed.
+# The harness runs as `python -I -c`. It reads a secret word before the program runs, and writes the word back after the
+# last test. So a program that exits early does not pass, even with exit code 0.
 _HARNESS = """
 import os, resource, sys
 word, word_in, most = sys.stdin.readline(), int(sys.argv[1]), int(sys.argv[2])
@@ -75,11 +76,11 @@ class JudgeOptions:
 
 
 class JudgeError(Exception):
-    """The judge gave no number; the message has its answer."""
+    """The endpoint reported an error, or the judge gave no score. The message quotes the answer."""
 
 
 class LlmJudge:
-    """The reward function: a model's score of the completion, from 0 to 1."""
+    """A reward function: the score that a model gives the completion, from 0 to 1."""
 
     __name__ = LLM_JUDGE
 
@@ -95,10 +96,10 @@ class LlmJudge:
         answer: Sequence[Any] | None = None,
         **_columns: Any,
     ) -> list[float]:
-        """Ask the model about each completion.
+        """Ask the model about each completion; returns the rewards.
 
         Raises:
-            JudgeError: an answer has no number, or the endpoint reports an error.
+            JudgeError: an answer has no score, or the endpoint reports an error.
             aiohttp.ClientError: the endpoint does not answer.
         """
         answers = answer or [""] * len(completions)
@@ -110,14 +111,14 @@ class LlmJudge:
         return [score_in(reply) for reply in replies]
 
     async def close(self) -> None:
-        """Close the connections. A reward process need not call this: its end closes them."""
+        """Close the connections. A reward process need not call this, because its exit closes them."""
         if self._session is not None:
             await self._session.close()
 
     async def _ask(self, question: str) -> str:
-        # One session for all calls, so that connections are reused; made here, in the loop that uses it.
+        # All calls share one session, so that connections are reused. It is created in the event loop that uses it.
         if self._session is None:
-            import aiohttp  # not at the top, because the settings import this module and do not need it
+            import aiohttp  # not at the top: the settings import this module, and do not need aiohttp
 
             key = os.environ.get(JUDGE_KEY)
             self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"} if key else {})
@@ -136,34 +137,34 @@ class LlmJudge:
         try:
             return str(answer["choices"][0]["message"]["content"] or "")
         except (KeyError, IndexError, TypeError) as error:
-            raise JudgeError(f"expected a chat completion from {self._url}, got {str(answer)[:MAX_SAID]}") from error
+            raise JudgeError(f"expected a chat completion from {self._url}, got {str(answer)[:MAX_QUOTED]}") from error
 
 
 async def _excerpt(response: "aiohttp.ClientResponse") -> str:
-    return " ".join((await response.text())[:MAX_SAID].split())
+    return " ".join((await response.text())[:MAX_QUOTED].split())
 
 
 def filled(template: str, **values: str) -> str:
-    """The template with each placeholder replaced once: placeholders within a completion are not replaced."""
+    """Fill in the template's placeholders. Placeholders inside a filled-in value are not replaced."""
     return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
 
 
-def score_in(said: str) -> float:
+def score_in(reply: str) -> float:
     """The number after the last ``SCORE:``, divided by ``JUDGE_SCALE`` and limited to the range from 0 to 1.
 
     Raises:
-        JudgeError: there is no number.
+        JudgeError: the reply has no such number.
     """
-    last = deque(_SCORE.finditer(said), maxlen=1)
+    last = deque(_SCORE.finditer(reply), maxlen=1)
     try:
         return min(1.0, max(0.0, float(last[0][1]) / JUDGE_SCALE))
     except IndexError as error:
-        tail = " ".join(said[-MAX_SAID:].split())
+        tail = " ".join(reply[-MAX_QUOTED:].split())
         raise JudgeError(f"expected SCORE: and a number in the judge's answer, got ...{tail!r}") from error
 
 
 def _text(content: Any) -> str:
-    """Plain text unchanged; a conversation as text, with the role of each turn if there are several."""
+    """A prompt or completion as plain text. A conversation of several turns shows the role of each turn."""
     if isinstance(content, str):
         return content
     if len(content) == 1:
@@ -172,10 +173,10 @@ def _text(content: Any) -> str:
 
 
 def code_tests(timeout_s: float) -> Callable[..., list[float | None]]:
-    """The reward function: 1 if the completion's last block of Python passes the row's column ``tests``, else 0.
+    """Make the reward function, which gives 1 if the completion's program passes the row's ``tests``, else 0.
 
-    ``tests``: Python code, such as assertions, that can use the program's names. The reward is None if the row has no
-    tests. A completion without a block is run as a whole.
+    The program is the last code block of Python; a completion without a block is run as a whole. The column ``tests``
+    has Python code, such as assertions, that can use the program's names. A row without tests gets the reward None.
     """
 
     def score(completions: Sequence[Any], tests: Sequence[Any] | None = None, **_columns: Any) -> list[float | None]:
@@ -190,20 +191,20 @@ def code_tests(timeout_s: float) -> Callable[..., list[float | None]]:
 
 
 def program_in(text: str) -> str:
-    """The last block of code that is marked as Python or has no mark; without blocks the whole text."""
+    """The last code block that is marked as Python or not marked at all; without one, the whole text."""
     blocks = _CODE_BLOCK.findall(text)
     return blocks[-1] if blocks else text
 
 
 def passes(program: str, tests: str, timeout_s: float) -> bool:
-    """Whether program and tests run to the end within the time, in their own process and directory."""
+    """Whether the program and then its tests run to the end in time, in a separate process and directory."""
     word = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="streamrl-code-", ignore_cleanup_errors=True) as scratch:
         place = Path(scratch)
         (place / "program.py").write_text(program, encoding="utf-8", errors="replace")
         (place / "tests.py").write_text(tests, encoding="utf-8", errors="replace")
         word_out, word_in = os.pipe()
-        # Not blocking, because processes that the program left may hold the other end open.
+        # The read must not block: processes that the program left running may hold the other end open.
         os.set_blocking(word_out, False)
         try:
             return _run(place, word, word_in, timeout_s) and os.read(word_out, 64).decode() == f"{word}\n"
@@ -214,10 +215,10 @@ def passes(program: str, tests: str, timeout_s: float) -> bool:
 
 
 def _run(place: Path, word: str, word_in: int, timeout_s: float) -> bool:
-    """Whether the harness exited in time. Closes ``word_in``, and kills all processes that the program started."""
+    """Run the harness; returns whether it exited in time. Closes ``word_in``, and kills the harness's process group."""
     try:
         with (place / "output").open("wb") as output:
-            # The purpose is to run an untrusted program, within the limits of this process.
+            # Running an untrusted program is the purpose here. The limits of this process apply to it.
             process = subprocess.Popen(  # noqa: S603
                 [sys.executable, "-I", "-c", _HARNESS, str(word_in), str(MAX_FILE_BYTES)],
                 cwd=place,

@@ -121,7 +121,7 @@ def dlq_show(
     run: GivenRun,
     export: Export = None,
 ) -> None:
-    """Print a dead letter: headers, first bytes, if it decodes now."""
+    """Print a dead letter: headers, first bytes, whether it decodes."""
     from streamrl.inspection.dead_letters import show_dead_letter
 
     log_to_stderr()
@@ -278,11 +278,11 @@ def show(
     ],
     run: GivenRun,
     export: Export = None,
-    json: Json = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print a trajectory: tokens by version, rewards, history.
 
-    For a group, it prints the samples and the fate of each.
+    For a group, it prints the samples, and whether each was trained or skipped.
     """
     from streamrl.inspection.replay.show import show as carry_out
 
@@ -304,7 +304,10 @@ def tail(
         str, typer.Option("--from", help="beginning, latest, -100, an offset, 10m, or an ISO date and time.")
     ] = "-10",
     expression: Annotated[
-        str, typer.Option("--filter", help="Such as 'worker_id=worker-1 and length>500'; and, or, not, ( ), ~.")
+        str,
+        typer.Option(
+            "--filter", help="Such as 'worker_id~^worker and (length>500 or not reward=1)'; ~: regular expression."
+        ),
     ] = "",
     partition: Annotated[list[int] | None, typer.Option(min=0, help="Only this partition; may be repeated.")] = None,
     most: Annotated[int | None, typer.Option("--max", min=1, help="Stop after this many records.")] = None,
@@ -380,7 +383,7 @@ def trace(
 ) -> None:
     """Print the trace of a prompt, span by span.
 
-    From its work order to the resulting weights. The run needs telemetry.traces = "file".
+    It follows the prompt from its work order to the resulting weights. The run needs telemetry.traces = "file".
     """
     from streamrl.inspection.diagnostics.trace import show_trace
 

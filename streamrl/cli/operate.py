@@ -123,7 +123,7 @@ def merge(
 ) -> None:
     """Write the newest adapter and its base as one model.
 
-    For runs with training.lora. Use the model with from_pretrained, and with engines that take no adapters.
+    Only for runs with training.lora. Load the model with from_pretrained, or in engines that do not support adapters.
     """
     from streamrl.deploy.local.savepoints import merge_newest
 

@@ -33,7 +33,7 @@ def plan(
     link_gbps: Annotated[float | None, typer.Option(min=1e-6, help="Gbit/s of the link between the two sites.")] = None,
     weights_gb: Annotated[float, typer.Option(min=0.0, help="Gigabytes of weights that cross it at each step.")] = 0.0,
     lengths: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="A recorded run or export; its output lengths are expected.")
+        Path | None, typer.Option(metavar="RUN", help="A recorded run or export; the plan assumes its output lengths.")
     ] = None,
     mode: Annotated[
         Literal["any", "synchronous", "stream", "one_step_async", "trajectory_async"],

@@ -108,7 +108,7 @@ def coordinator(context: typer.Context, run: JoinedRun = None) -> None:
 
 
 def relay(context: typer.Context, run: JoinedRun = None) -> None:
-    """A relay: serves the weights store over HTTP."""
+    """A relay: passes weights to workers and other relays."""
     _run("relay", context, run)
 
 

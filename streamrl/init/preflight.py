@@ -254,7 +254,7 @@ def check_lengths(
     loop = settings.loop
     bound = min(loop.max_prompt_length, facts.max_length - 1)  # a completion needs a position after its prompt
     found = survey(ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs), prompts, bound)
-    sample = f" (a sample of {total:,})" if total and found.checked < total else ""
+    sample = f" (sampled from {total:,})" if total and found.checked < total else ""
     checks: list[Check] = []
     if found.lengths:
         shortest, longest = min(found.lengths.values()), max(found.lengths.values())

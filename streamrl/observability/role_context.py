@@ -1,4 +1,7 @@
-"""What a process passes to the role that it builds, so that no part of a built role has to be replaced."""
+"""The context that a process passes to its role, such as a worker or a trainer, when it builds the role.
+
+The context includes all observers, so that no part of a built role has to be replaced later.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -13,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Role(Protocol):
-    """A built role."""
+    """A built role, ready to run."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until stopped."""
@@ -25,11 +28,11 @@ class StandbyRole(Role, Protocol):
     """A role that waits while another process does the work."""
 
     def take_over(self) -> None:
-        """Start to work: the other process is gone."""
+        """Start to work, because the other process is gone."""
         ...
 
 
-def _same(engine: "Engine") -> "Engine":
+def _unchanged(engine: "Engine") -> "Engine":
     return engine
 
 
@@ -43,24 +46,24 @@ def _ignore_response(_status: int, _weight_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class ProcessContext:
-    """The surroundings of a role. By default the engine is plain and nothing is observed.
+    """Everything that a role gets from its process. By default, nothing is observed and the engine is not wrapped.
 
     Args:
-        name: name of the process; a worker's id.
+        name: name of the process; for a worker, its id.
         bus: the bus, wrapped by its observers.
-        on_tick: called with a loop's name at each of its turns; the watchdog ends a process whose loops do not turn.
+        on_tick: called with a loop's name at each iteration; the watchdog ends a process whose loops stall.
         around_engine: wraps a worker's engine.
-        on_response: called by the relay when an answer starts, with its status and its bytes of weights.
+        on_response: called when a relay starts a response, with the HTTP status and the number of weight bytes.
         meters: the metrics that this process exports; None: it exports none.
-        collect: takes a function that sets metrics of the role, and calls it every few seconds.
+        collect: registers a function that sets the role's metrics and is called every few seconds.
         tracer: the tracer of the role's feature (``FeatureRole.tracer``); None: nothing is traced.
-        adopt: a trainer takes over a run that is on the topics but not in its directory.
+        adopt: whether a trainer takes over a run that exists on the topics but not in the trainer's directory.
     """
 
     name: str
     bus: Bus
     on_tick: Callable[[str], None] = _ignore
-    around_engine: "Callable[[Engine], Engine]" = _same
+    around_engine: "Callable[[Engine], Engine]" = _unchanged
     on_response: Callable[[int, int], None] = _ignore_response
     meters: "Meters | None" = None
     collect: "Callable[[Callable[[Meters], None]], None]" = _ignore

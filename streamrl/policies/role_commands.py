@@ -1,4 +1,4 @@
-"""Commands for instances: further trainers on a run's stream."""
+"""Commands for instances, which are additional trainers on a run's stream."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,7 +8,7 @@ import typer
 from streamrl.cli.arguments import GivenRun, LiveRun, Servers
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the instance: a-z, 0-9, '_' and '-'.")]
-Reason = Annotated[str, typer.Option(help="Why; shown in the logs.")]
+Reason = Annotated[str, typer.Option(help="Reason for this command; shown in the logs.")]
 
 algorithms = typer.Typer(help="List, pause and resume the trainers on a run's stream.", no_args_is_help=True)
 
@@ -27,13 +27,13 @@ def attach(
     run: GivenRun,
     algorithm: Annotated[
         str | None,
-        typer.Option(help="A built-in name or package.module:Class; default: as last time, else as the run's own."),
+        typer.Option(help="A built-in name or package.module:Class; default: the instance's last one, else the run's."),
     ] = None,
     begin: Annotated[
         str | None,
         typer.Option(
             "--from",
-            help="Where in the stream it starts without a checkpoint: now (default), beginning, an offset, "
+            help="Where in the stream to start if there is no checkpoint: now (default), beginning, an offset, "
             "PARTITION=OFFSET such as 0=120,1=95, an age such as 10m, or an ISO date and time.",
         ),
     ] = None,
@@ -48,26 +48,26 @@ def attach(
     """Train another policy on a run's stream, next to its own.
 
     The command returns after the instance's last step, at the run's end or on `streamrl detach`. The run is not
-    affected. The same command continues from the instance's newest checkpoint.
+    affected. Run the same command again to continue from the instance's newest checkpoint.
     """
     from streamrl.policies.role_attaching import AttachRequest
-    from streamrl.policies.role_attaching import attach as attached
+    from streamrl.policies.role_attaching import attach as attach_instance
 
     request = AttachRequest(name, algorithm, begin, tuple(changes or ()))
-    raise typer.Exit(attached(run, bootstrap_servers, request, adopt=adopt))
+    raise typer.Exit(attach_instance(run, bootstrap_servers, request, adopt=adopt))
 
 
 def detach(name: Name, run: LiveRun = None, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:
-    """End an instance, with a checkpoint."""
-    _tell("detach", name, run, bootstrap_servers, reason)
+    """Stop an instance after it has written a checkpoint."""
+    _send("detach", name, run, bootstrap_servers, reason)
 
 
 def promote(name: Name, run: GivenRun, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:
-    """Let the workers of a running run follow another policy.
+    """Switch the workers of a running run to another policy.
 
-    The run's own policy is named `policy`. The policy that was served until then continues to learn from the stream.
+    The run's own policy is named `policy`. The policy served before continues to learn from the stream.
     """
-    _tell("promote", name, run, bootstrap_servers, reason)
+    _send("promote", name, run, bootstrap_servers, reason)
 
 
 def split(
@@ -79,17 +79,17 @@ def split(
     bootstrap_servers: Servers = None,
     reason: Reason = "operator",
 ) -> None:
-    """Let instances sample shares of a running run's groups.
+    """Assign shares of a running run's groups to instances, whose policies sample them.
 
     The served policy samples the rest. Workers are assigned in proportion; each follows one policy's weights.
     """
     from streamrl.policies.role_splitting import shares_in
-    from streamrl.policies.role_splitting import split as ordered
+    from streamrl.policies.role_splitting import split as assign_shares
     from streamrl.schemas.errors import UserError
 
     if bool(shares) == off:
         raise UserError("expected either NAME=SHARE for each instance or --off, got " + ("both" if off else "neither"))
-    print(ordered(run, bootstrap_servers, shares_in(shares or ()), reason))
+    print(assign_shares(run, bootstrap_servers, shares_in(shares or ()), reason))
 
 
 @algorithms.command()
@@ -121,16 +121,16 @@ def pause(name: Name, run: LiveRun = None, bootstrap_servers: Servers = None, re
 
     It keeps its consumer group and its place in the stream.
     """
-    _tell("pause_instance", name, run, bootstrap_servers, reason)
+    _send("pause_instance", name, run, bootstrap_servers, reason)
 
 
 @algorithms.command()
 def resume(name: Name, run: LiveRun = None, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:
     """Resume a paused instance."""
-    _tell("resume_instance", name, run, bootstrap_servers, reason)
+    _send("resume_instance", name, run, bootstrap_servers, reason)
 
 
-def _tell(
+def _send(
     action: Literal["detach", "pause_instance", "resume_instance", "promote"],
     name: str,
     run: Path | None,

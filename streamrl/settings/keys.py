@@ -1,4 +1,4 @@
-"""The keys of the settings tree: all known keys, renamed and removed ones, and a suggestion for a wrong one."""
+"""The keys of the settings tree: known, renamed and removed keys, and suggestions for unknown ones."""
 
 import difflib
 from collections.abc import Iterator
@@ -20,17 +20,17 @@ RENAMED = {
     "dispatch.lease_s": "loop.heartbeat_timeout_s",
     "generation.stream_tokens": "generation.partial_trajectories",
 }
-"""Former names of keys and sections. Loading refuses them and names the new ones."""
+"""Former names of keys and sections, with the new names. Loading refuses a former name and reports the new one."""
 
 REMOVED = {
     # [algorithm]
-    "algorithm.log_ratio_penalty": "1e-3 with policy_loss dppo, else 0",
-    "algorithm.whiten_advantages": "ppo, reinforce_plus_plus and reinforce_plus_plus_baseline whiten advantages",
+    "algorithm.log_ratio_penalty": "always 1e-3 with policy_loss dppo, else 0",
+    "algorithm.whiten_advantages": "only ppo, reinforce_plus_plus and reinforce_plus_plus_baseline whiten advantages",
     "algorithm.overlong_factor": "always 1",
-    "algorithm.critic.max_grad_norm": "training.max_grad_norm holds for the critic too",
+    "algorithm.critic.max_grad_norm": "training.max_grad_norm applies to the critic, too",
     "algorithm.preference.label_smoothing": "always 0",
-    "algorithm.preference.length_average": "log-probs are summed, as in the papers",
-    "algorithm.selection.keep_best": "without a threshold the best sample of each group is trained",
+    "algorithm.preference.length_average": "log-probs are always summed, as in the papers",
+    "algorithm.selection.keep_best": "without a threshold, training always uses the best sample of each group",
     "algorithm.teacher.kl_coef": "always 1",
     # [batching]
     "batching.lookahead": "always 4 budgets",
@@ -41,10 +41,10 @@ REMOVED = {
     # [coordinator]
     **dict.fromkeys(
         ("coordinator.finish_timeout_s", "coordinator.finish_patience_s"),
-        "a finished run always has 60 s after a restart in which it may continue",
+        "after a restart, a finished run always waits 60 s for a trainer that continues it",
     ),
     # [data]
-    "data.size": "generated prompts always have 10,000 in one pass; evaluation.prompts limits a held-out set",
+    "data.size": "a pass over generated prompts always has 10,000; evaluation.prompts limits a held-out set",
     # [dispatch]
     "dispatch.adoption_patience_s": "always 5 s",
     "dispatch.log_interval_s": "always 10 s",
@@ -54,43 +54,42 @@ REMOVED = {
     "dispatch.poll_s": "always 0.25 s",
     "dispatch.repack_payback": "always 16",
     "dispatch.weight_sync_timeout_s": "always 5 s",
-    # [emulation]
     # [environments]
     "environments.episodes_per_task": "always loop.num_generations",
     "environments.load_timeout_s": "an environment always has 600 s to load",
     # [evaluation]
-    "evaluation.patience_s": "the end of a run always waits 30 minutes for the last evaluation",
+    "evaluation.patience_s": "a finished run always waits up to 30 minutes for the last evaluation",
     "evaluation.share": "evaluation always takes at most an eighth of a worker's slots",
     # [gateway]
-    "gateway.body_timeout_s": "a request's body always has 30 s to arrive",
-    "gateway.max_awaiting_feedback": "always the newest 100,000 requests are kept for feedback",
+    "gateway.body_timeout_s": "a request's body must always arrive within 30 s",
+    "gateway.max_awaiting_feedback": "the newest 100,000 requests are always kept for feedback",
     "gateway.max_body_bytes": "always 4 MiB",
     "gateway.max_sequences": "always 64 completions in one request",
     "gateway.max_sessions": "always 4096 open sessions",
-    "gateway.model_name": "requests call the model by the run's name",
+    "gateway.model_name": "the model's name in requests is always the run's name",
     "gateway.queue_timeout_s": "a request always waits at most 10 s for a slot; gateway.max_queued limits the queue",
-    "gateway.reader_timeout_s": "a requester that reads nothing is always disconnected after 30 s",
-    "gateway.request_timeout_s": "an answer always has one hour; requesters may leave earlier",
-    "gateway.reward_name": "requesters' reward is always named feedback",
-    "gateway.shutdown_timeout_s": "running requests always have 15 s to end",
+    "gateway.reader_timeout_s": "a client that reads nothing is always disconnected after 30 s",
+    "gateway.request_timeout_s": "an answer may always take one hour; clients may disconnect earlier",
+    "gateway.reward_name": "the reward that clients send is always named feedback",
+    "gateway.shutdown_timeout_s": "at shutdown, running requests always have 15 s to finish",
     # [generation]
     "generation.chunk_tokens": "always 32, or less where durable partial trajectories need it",
     "generation.drain_grace_s": "always 10 s",
-    "generation.fencing_timeout_s": "five eighths of loop.heartbeat_timeout_s",
+    "generation.fencing_timeout_s": "always five eighths of loop.heartbeat_timeout_s",
     "generation.fetch_timeout_s": "always 30 s",
-    "generation.heartbeat_interval_s": "an eighth of loop.heartbeat_timeout_s, at most 1 s",
+    "generation.heartbeat_interval_s": "always an eighth of loop.heartbeat_timeout_s, at most 1 s",
     "generation.max_undelivered": "always 256",
     "generation.partial_chunk_s": "always 2 s",
-    "generation.partial_chunk_tokens": "a 16th of loop.max_completion_length, at most 256",
-    "generation.request_slots": "a quarter of max_num_seqs with gateway.enabled, else none",
-    "generation.standstill_s": "five eighths of loop.heartbeat_timeout_s",
+    "generation.partial_chunk_tokens": "always a 16th of loop.max_completion_length, at most 256",
+    "generation.request_slots": "always a quarter of max_num_seqs with gateway.enabled, else 0",
+    "generation.standstill_s": "always five eighths of loop.heartbeat_timeout_s",
     # [ingest]
     "ingest.max_poll_records": "always 500",
     "ingest.high_water_bytes": "always 512 MiB",
     "ingest.low_water_bytes": "always 256 MiB",
-    "ingest.orphan_lineage": "samples of weights that a crash lost are trained",
-    "ingest.priority": "ingest.sampling takes absolute_advantage or package.module:function itself",
-    "ingest.other_behaviour": "samples of other policies are trained, with algorithm.importance_sampling_mode",
+    "ingest.orphan_lineage": "samples from weights that a crash lost are always used for training",
+    "ingest.priority": "set ingest.sampling to absolute_advantage or package.module:function",
+    "ingest.other_behaviour": "training uses samples of other policies, with algorithm.importance_sampling_mode",
     "ingest.max_consecutive_poison": "always 50",
     "ingest.max_undecodable_share": "always 1 %",
     "ingest.max_refused_share": "always 90 %",
@@ -118,12 +117,12 @@ REMOVED = {
     "lengths.refit_every": "always 4096",
     "lengths.refit_seconds": "always 20 s",
     "lengths.reservoir_size": "always 8192",
-    "lengths.trace_noise": "it is now prediction_noise in [emulation.lengths]",
+    "lengths.trace_noise": "set prediction_noise in [emulation.lengths] instead",
     "lengths.window": "always 512",
     # [loop]
     "loop.shards": "always 2",
     # [metrics]
-    "metrics.lag_interval_s": "the broker is asked for consumer lag every 10 s",
+    "metrics.lag_interval_s": "consumer lag is always read from the broker every 10 s",
     # [relay]
     "relay.keep_versions": "always 2",
     "relay.lease_s": "always 30 s",
@@ -133,28 +132,28 @@ REMOVED = {
     "rewards.grading_attempts": "a failing function is always called three times",
     **dict.fromkeys(
         ("rewards.judge_pattern", "rewards.judge_scale"),
-        "the judge's answer has SCORE: and a number up to 10; ask for it in rewards.judge_prompt",
+        "the judge must answer with SCORE: and a number up to 10; say so in rewards.judge_prompt",
     ),
-    "rewards.judge_key_variable": "the judge's API key is always in OPENAI_API_KEY",
+    "rewards.judge_key_variable": "the judge's API key is always read from OPENAI_API_KEY",
     "rewards.load_timeout_s": "a function always has 600 s to load",
     **dict.fromkeys(
         ("rewards.max_file_bytes", "rewards.max_open_files"), "always 16 GiB for a file, and 4096 open files"
     ),
     # [run]
     **dict.fromkeys(
-        ("run.log_max_bytes", "run.log_backup_count"), "a log is rotated at 32 MiB, and 3 older ones are kept"
+        ("run.log_max_bytes", "run.log_backup_count"), "a log is always rotated at 32 MiB, and 3 older ones are kept"
     ),
     "run.shutdown_grace_s": "processes always have 120 s to exit; a second Ctrl-C kills them",
     "run.watchdog_s": "a process without progress always exits after 600 s, and is restarted",
     # [scaling]
-    "scaling": "a worker leaves if for 3 steps generation without it would take 15 % less than training",
+    "scaling": "a worker leaves if, for 3 steps, generation without it would take 15 % less time than training",
     # [sender]
     "sender.timeout_s": "always 60 s",
     # [training]
     "training.adam_epsilon": "always 1e-8",
-    "training.on_checkpoint_failure": "a checkpoint that cannot be written ends the trainer",
+    "training.on_checkpoint_failure": "the trainer always exits if a checkpoint cannot be written",
     "training.announce": "step reports are always sent in transactions",
-    "training.tensor_digests": "each step report has checksums of all weights",
+    "training.tensor_digests": "step reports always contain checksums of all weights",
     "training.max_grad_norm_ratio": "always 100",
     "training.grad_norm_spike": "always 100",
     "training.max_skipped_steps": "always 20",
@@ -163,16 +162,16 @@ REMOVED = {
 }
 """Removed keys and sections, each with the behaviour that replaced it."""
 
-GROUPS = "loop.groups_per_step (prompts a step, all devices together)"
+GROUPS = "loop.groups_per_step (prompts per step, over all devices)"
 COMPLETION = "loop.max_completion_length"
 IN_OTHER_LIBRARIES = {
-    # amounts of sampling and training
+    # batch sizes
     **dict.fromkeys(("batch_size", "rollout_batch_size", "train_batch_size", "gen_batch_size"), GROUPS),
     **dict.fromkeys(("per_device_train_batch_size", "generation_batch_size", "prompts_per_batch"), GROUPS),
     **dict.fromkeys(
         ("rollouts_per_example", "n_samples_per_prompt", "group_size", "n", "num_rollouts"), "loop.num_generations"
     ),
-    "gradient_accumulation_steps": "batching.token_budget (a micro-batch is cut by tokens)",
+    "gradient_accumulation_steps": "batching.token_budget (tokens of a micro-batch)",
     **dict.fromkeys(
         ("micro_batch_size", "micro_train_batch_size", "ppo_micro_batch_size_per_gpu"), "batching.token_budget"
     ),
@@ -184,12 +183,12 @@ IN_OTHER_LIBRARIES = {
     **dict.fromkeys(("prompt_max_len", "max_prompt_tokens"), "loop.max_prompt_length"),
     **dict.fromkeys(("seq_len", "max_seq_len", "max_length"), "loop.max_prompt_length and " + COMPLETION),
     **dict.fromkeys(("stop_strings", "stop_words"), "loop.stop"),
-    # how far sampling runs ahead
+    # staleness
     **dict.fromkeys(("max_off_policy_steps", "max_async_level", "max_off_policy_threshold"), "loop.max_staleness"),
     **dict.fromkeys(
         ("staleness_threshold", "async_level", "max_lag", "max_trajectory_age_steps"), "loop.max_staleness"
     ),
-    # the optimizer and its run
+    # optimizer and schedule
     **dict.fromkeys(("lr", "actor_learning_rate"), "training.learning_rate"),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "lr_warmup_type"), "training.lr_schedule"),
     **dict.fromkeys(("lr_warmup_steps", "num_warmup_steps", "warmup_ratio"), "training.warmup_steps"),
@@ -270,13 +269,13 @@ IN_OTHER_LIBRARIES = {
     **dict.fromkeys(("report_to", "logger", "use_wandb", "use_tensorboard"), "tracking.to"),
     **dict.fromkeys(("project_name", "wandb_project"), "tracking.project"),
 }
-"""Names in TRL, verl, prime-rl and OpenRLHF, with or without their section, to the setting's name here."""
+"""Names of settings in TRL, verl, prime-rl and OpenRLHF, with or without their section, and the names here."""
 
 WITHOUT_COUNTERPART = {
     **dict.fromkeys(("num_train_epochs", "total_epochs", "num_episodes"), "a run lasts training.max_steps steps"),
     **dict.fromkeys(
         ("nnodes", "deepspeed", "zero_stage", "fsdp_config"),
-        "a trainer runs on one machine and always shards over its devices (training.ranks)",
+        "a trainer runs on one machine and always shards the model over its devices (training.ranks)",
     ),
     **dict.fromkeys(("logging_steps", "log_interval"), "every step is logged"),
 }
@@ -286,12 +285,13 @@ SECTIONS_ELSEWHERE = {
     **dict.fromkeys(("orchestrator", "inference", "ckpt"), "prime-rl"),
     "trainer": "verl or prime-rl",
 }
+"""Sections in the configurations of other libraries, with the library."""
 
 
 def known_keys(model: type[BaseModel] = Settings, prefix: str = "", *, in_tables: bool = False) -> Iterator[str]:
     """The dotted keys of all settings, such as ``loop.mode``; a table such as ``emulation.decode`` is one key.
 
-    ``in_tables``: the fields of tables in their place.
+    ``in_tables``: yield the fields of a table instead of the table.
     """
     for name, field in model.model_fields.items():
         section = _section(field.annotation)
@@ -316,7 +316,7 @@ def _secret_keys(model: type[BaseModel], section: Key) -> Iterator[Key]:
 
 
 def keys_in(section: Key) -> list[str]:
-    """The names of a section's settings, or of a table's fields; empty if the key is neither."""
+    """The names of a section's settings or of a table's fields. Empty if the key is neither a section nor a table."""
     model: type[BaseModel] | None = Settings
     for part in section:
         field = model.model_fields.get(part) if model else None
@@ -325,10 +325,10 @@ def keys_in(section: Key) -> list[str]:
 
 
 def suggestion(location: Key) -> str:
-    """The end of an error message that helps with an unknown key.
+    """The end of an error message about an unknown key: what the user probably meant.
 
-    It suggests the same name in another section or a similar name in the same section; failing that, it lists the
-    section's names.
+    It suggests the counterpart of another library's setting, the same name in another section, or a similar name.
+    Without a suggestion, it lists the section's names.
     """
     *parents, wrong = location
     siblings = keys_in(tuple(parents))
@@ -337,7 +337,7 @@ def suggestion(location: Key) -> str:
         return f"; StreamRL has no such setting: {why}"
     if not parents and wrong in SECTIONS_ELSEWHERE:
         page = f"docs/moving.md lists the counterparts of {SECTIONS_ELSEWHERE[wrong]}'s settings"
-        return f"; sections are {', '.join(keys_in(()))}; {page}"
+        return f"; the sections are {', '.join(keys_in(()))}; {page}"
     right = IN_OTHER_LIBRARIES.get(prefix + wrong) or IN_OTHER_LIBRARIES.get(wrong) or _similar(wrong, prefix, siblings)
     return f"; did you mean {right}?" if right else f"; known ones are {', '.join(siblings)}"
 
@@ -346,12 +346,12 @@ def _similar(wrong: str, prefix: str, siblings: list[str]) -> str | None:
     by_leaf: dict[str, list[str]] = {}
     for key in known_keys(in_tables=True):
         by_leaf.setdefault(key.rpartition(".")[2], []).append(key)
-    # A name in several sections is ambiguous, unless only one of them is a section at the top.
+    # A name in several sections is ambiguous, unless only one of them is a top-level section.
     same = by_leaf.get(wrong, [])
     if len(outer := [key for key in same if key.count(".") == 1] or same) == 1:
         return outer[0]
-    # Cutoffs of difflib's ratio. In the same section half of the letters are enough. Elsewhere the names must be nearly
-    # the same, because there are some 240 to confuse them with.
+    # Cutoffs of difflib's similarity ratio. In the same section, 0.5 is enough. In other sections the names must be
+    # nearly equal, because about 240 names could be confused.
     if close := difflib.get_close_matches(wrong, siblings, n=1, cutoff=0.5):
         return prefix + close[0]
     elsewhere = difflib.get_close_matches(wrong, {**by_leaf, **IN_OTHER_LIBRARIES}, n=1, cutoff=0.8)

@@ -1,7 +1,8 @@
 """Decides which devices and how many threads each process of this machine gets, from settings and an inventory.
 
-Pure: the caller reads the inventory (``inspection.environment.read_machine``) and passes it in. Devices are numbered as
-this process sees them. A child process sees only its own devices, through ``CUDA_VISIBLE_DEVICES``.
+The functions are pure: the caller reads the inventory (``inspection.environment.read_machine``) and passes it in.
+Devices are numbered as this process sees them. A child process sees only its own devices, through
+``CUDA_VISIBLE_DEVICES``.
 
 Invariants:
 - no_device_is_given_twice: unless ``placement.share`` allows it, or the machine has only one device;
@@ -19,9 +20,9 @@ from streamrl.settings.features import standbys
 from streamrl.settings.tree import Settings
 
 MOST_TRAINER_THREADS = 8
-"""Most threads of a trainer that computes on a device. They cast and write weights; more would be bound by memory."""
+"""Most CPU threads of a trainer that computes on a device. They cast and write weights, which memory speed limits."""
 MEMORY_SHARE = 0.9
-"""Share of a device's memory for all its engines together, as vLLM's default ``gpu_memory_utilization`` for one."""
+"""Share of a device's memory for all its engines together. It is vLLM's default ``gpu_memory_utilization``."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine:
-    """The inventory of a machine. ``vllm_on_cpu``: the installed vLLM is the build for CPUs only."""
+    """The inventory of a machine. ``vllm_on_cpu``: the installed vLLM supports only CPUs."""
 
     cores: int
     devices: tuple[Device, ...] = ()
@@ -47,7 +48,8 @@ class Machine:
 class ProcessPlace:
     """The devices and threads of one process.
 
-    ``devices``: device numbers; None: the inventory has no devices, and the process looks for some itself.
+    ``devices``: device numbers; None: the inventory has no devices, and the process uses any that it finds. ``visible``
+    and ``reward_devices``: ``CUDA_VISIBLE_DEVICES`` of the process and of its reward processes.
     """
 
     devices: tuple[int, ...] | None = None
@@ -58,11 +60,11 @@ class ProcessPlace:
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables for the process."""
-        # Thread pools of several processes, each as large as the machine, would slow each other down.
+        # By default, each process makes a thread pool for all cores. Several such pools would slow each other down.
         threads = str(self.threads)
         found = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
         if self.devices is not None:
-            # The devices were numbered in the driver's order; CUDA's default order puts the fastest first.
+            # The inventory numbers devices in the driver's order. CUDA's default order puts the fastest first.
             found |= {"CUDA_VISIBLE_DEVICES": self.visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         if self.reward_devices is not None:
             found[REWARD_DEVICES] = self.reward_devices
@@ -75,7 +77,7 @@ class ProcessPlace:
 
 @dataclass(frozen=True)
 class Placement:
-    """The places of all processes of a machine. ``rewards``: numbers of the devices for reward processes."""
+    """The place of each process on a machine. ``rewards``: numbers of the devices for reward processes."""
 
     trainer: ProcessPlace = ProcessPlace()
     workers: tuple[ProcessPlace, ...] = ()
@@ -87,7 +89,7 @@ class Placement:
         return self.workers[number] if number < len(self.workers) else self.others
 
     def lines(self) -> list[str]:
-        """The placement as text, with one line for all processes that share a place."""
+        """The placement as text. Workers on the CPU share a line, and so do all other processes without devices."""
         found = [f"trainer: {self.trainer}"]
         on_cpu = [place for place in self.workers if not place.devices]
         found += [f"worker-{number}: {place}" for number, place in enumerate(self.workers) if place.devices]
@@ -103,18 +105,18 @@ UNPLACED = Placement()
 
 
 def trainer_ranks(settings: Settings) -> int:
-    """The number of processes that the trainer computes in."""
+    """The number of ranks, which are the trainer's processes."""
     return settings.training.ranks
 
 
 def trains_on_cuda(settings: Settings, machine: Machine) -> bool:
-    """Whether a trainer on this machine computes on a device."""
+    """Whether a trainer on this machine computes on CUDA devices."""
     training = settings.training
     return bool(machine.devices) and training.backend == "torch" and training.device != "cpu"
 
 
 def samples_on_cuda(settings: Settings, machine: Machine) -> bool:
-    """Whether a worker on this machine samples on a device."""
+    """Whether a worker on this machine samples on CUDA devices."""
     generation = settings.generation
     if generation.engine == "emulated" or generation.device == "cpu":
         return False
@@ -122,10 +124,10 @@ def samples_on_cuda(settings: Settings, machine: Machine) -> bool:
 
 
 def for_machine(settings: Settings, machine: Machine) -> Settings:
-    """The settings with better defaults for the machine's CUDA devices; only settings that were left out change.
+    """The settings with better defaults for the machine's CUDA devices. Settings that the user gave are kept.
 
-    These are bfloat16, recomputed activations, the number of workers that the devices suffice for, and each engine's
-    share of a shared device's memory.
+    The defaults are bfloat16, gradient checkpointing, as many workers as fit on the devices, and each engine's share of
+    a shared device's memory.
 
     Raises:
         SettingsError: the processes cannot be placed, see ``place``.
@@ -137,20 +139,21 @@ def for_machine(settings: Settings, machine: Machine) -> Settings:
         settings = _with(settings, "training", dtype=dtype, gradient_checkpointing=True)
     if samples_on_cuda(settings, machine):
         dtype = "bfloat16" if has_bfloat16 else None
-        # Only vLLM allocates its cache at the start. With a device to itself it keeps its own default.
+        # Only vLLM allocates its cache at the start. An engine that has a device alone keeps vLLM's default.
         share = _memory_share(place(settings, machine)) if settings.generation.engine == "vllm" else None
         settings = _with(settings, "generation", dtype=dtype, gpu_memory_utilization=share)
     return settings
 
 
 def _with(settings: Settings, name: str, **wanted: Any) -> Settings:
-    """The settings with the wanted values of a section, except for those that the user gave."""
+    """The settings with new values in a section. A value that the user gave is kept; None gives no new value."""
     section = getattr(settings, name)
     update = {key: value for key, value in wanted.items() if value is not None and key not in section.model_fields_set}
     return settings.model_copy(update={name: section.model_copy(update=update)}) if update else settings
 
 
 def _workers_wanted(settings: Settings, machine: Machine) -> int | None:
+    """The number of workers that the devices suggest; None: the setting is kept."""
     placement, run = settings.placement, settings.run
     if placement.workers is not None:
         return len(placement.workers)
@@ -165,6 +168,7 @@ def _workers_wanted(settings: Settings, machine: Machine) -> int | None:
 
 
 def _memory_share(placement: Placement) -> float | None:
+    """The share of a device's memory for each engine; None: no engine shares a device."""
     holders = Counter(placement.trainer.devices or ())
     for worker in placement.workers:
         holders.update(worker.devices or ())
@@ -173,11 +177,11 @@ def _memory_share(placement: Placement) -> float | None:
 
 
 def place(settings: Settings, machine: Machine) -> Placement:
-    """The place of each process: as ``[placement]`` says, then the others on free devices, the trainer first.
+    """Assign each process its devices and threads. ``[placement]`` comes first, then the trainer, then the workers.
 
     Raises:
-        SettingsError: a device does not exist or was given twice, there are too few, or a process was given another
-            number of devices than it takes.
+        SettingsError: a device does not exist or was given twice, there are too few devices, or a process was given a
+            wrong number of devices.
     """
     wanted, size = settings.placement, settings.generation.devices_per_worker
     ranks = trainer_ranks(settings) if trains_on_cuda(settings, machine) and _has_trainer(settings) else 0
@@ -225,7 +229,7 @@ def _visible(machine: Machine, devices: Iterable[int]) -> str:
 
 
 def _threads(settings: Settings, machine: Machine, ranks: int, workers: int) -> int:
-    """Threads of each trainer rank: as set, else 1 on the CPU, else its part of the cores that others leave free."""
+    """Threads of each trainer rank. Unless set: 1 on the CPU, else an equal part of the cores that others leave."""
     if settings.training.threads or not ranks:
         return settings.training.threads or 1
     # Two cores are left for all processes other than trainer and workers.
@@ -233,6 +237,7 @@ def _threads(settings: Settings, machine: Machine, ranks: int, workers: int) -> 
 
 
 def _unclaimed(settings: Settings, machine: Machine) -> tuple[int, ...]:
+    """The devices that ``[placement]`` gives to no process."""
     wanted = settings.placement
     claimed = {*(wanted.trainer or ()), *wanted.rewards, *(each for one in wanted.workers or () for each in one)}
     return tuple(number for number in range(len(machine.devices)) if number not in claimed)
@@ -241,7 +246,7 @@ def _unclaimed(settings: Settings, machine: Machine) -> tuple[int, ...]:
 def _trainer_devices(
     settings: Settings, machine: Machine, free: tuple[int, ...], ranks: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The trainer's devices, and the devices that stay free."""
+    """The trainer's devices, and the devices that are still free."""
     if len(free) >= ranks:
         return free[:ranks], free[ranks:]
     if not settings.placement.share or ranks > len(machine.devices):
@@ -255,15 +260,15 @@ def _trainer_devices(
 def _shared_devices(
     settings: Settings, machine: Machine, free: tuple[int, ...], ranks: int, count: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Devices of each worker if some must be shared; free devices are assigned first."""
+    """The devices of each worker if some must be shared. Free devices are assigned first."""
     size, existing = settings.generation.devices_per_worker, len(machine.devices)
     only_one = existing == 1 and size == 1  # sharing is the only way
     if not (settings.placement.share or only_one) or size > existing:
         trainer = f"{ranks} for the trainer and " if ranks else ""
         most = len(free) // size
         raise SettingsError(
-            f"expected {_devices(count * size + ranks)}: {trainer}{count} × {size} for the workers, got {existing}, of "
-            f"which {len(free)} are free; lower run.workers to {most}, lower generation.tensor_parallel_size or "
+            f"expected {_devices(count * size + ranks)}: {trainer}{count} × {size} for the workers, got {existing} "
+            f"({len(free)} free); lower run.workers to {most}, lower generation.tensor_parallel_size or "
             "generation.data_parallel_size, or set placement.share = true"
         )
     order = (*free, *(number for number in range(existing) if number not in free))
@@ -295,7 +300,7 @@ def _check_given(settings: Settings, machine: Machine, ranks: int, count: int, *
         if len(devices) != each:
             raise SettingsError(
                 f"expected {_devices(each)} for each worker (generation.tensor_parallel_size × data_parallel_size) in "
-                f"placement.workers[{number}], got {[*devices]}; name {each} there, or change the sizes in generation"
+                f"placement.workers[{number}], got {[*devices]}; list {each} there, or change these settings"
             )
     if not wanted.share:
         _check_disjoint(given)

@@ -1,4 +1,4 @@
-"""The settings of an attached instance: the run's, another algorithm's, and what it had before."""
+"""An attached instance combines the run's settings, its algorithm's preset and its own earlier settings."""
 
 import asyncio
 import time
@@ -57,7 +57,7 @@ def test_an_instance_has_the_runs_settings_the_preset_of_its_algorithm_and_place
     assert (settings.run.instance, settings.run.path) == ("second", run / "instances" / "second")
     assert settings.training.checkpoint_location == "s3://bucket/demo/instances/second"
     assert (settings.training.max_steps, settings.ingest.attach_from) == (9, "beginning")
-    assert settings.kafka.bootstrap_servers is None  # it is looked for anew each time
+    assert settings.kafka.bootstrap_servers is None  # the address is looked up at each start
 
 
 async def test_a_place_in_the_stream_is_told_by_words_offsets_or_a_time(run: Path, bootstrap_servers: str) -> None:
@@ -129,7 +129,7 @@ def test_an_instance_shares_the_stream_and_is_found_as_a_part_of_its_run() -> No
     assert (STEPS.full_name(scope), TRAJECTORIES.full_name(scope)) == (f"{scope}.steps", "demo.trajectories")
     topics = {topic.full_name("demo") for topic in CATALOGUE} | {topic.full_name(scope) for topic in INSTANCE_TOPICS}
     assert runs_of(topics) == ["demo", scope]
-    # Deleting an instance's topics takes none that it shares.
+    # Deleting an instance's topics keeps the topics that it shares with its run.
     assert topics_of_scope(scope) == INSTANCE_TOPICS
     assert topics_of_scope("demo") == CATALOGUE
 

@@ -1,4 +1,4 @@
-"""What `streamrl split` refuses, in one line each, before anything is asked of the coordinator."""
+"""`streamrl split` refuses impossible requests in one line, before it contacts the coordinator."""
 
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def test_each_arm_has_a_worker() -> None:
 def put(store: Path, shape: list[int]) -> None:
     directory = store / "1-2"
     directory.mkdir(parents=True)
-    # A type that numpy does not have, as most published weights are of.
+    # Most published weights have this type, which numpy lacks.
     save_file({"a.weight": torch.zeros(shape, dtype=torch.bfloat16)}, directory / "model.safetensors")
     files = (describe_file(directory / "model.safetensors"),)
     manifest = WeightManifest(version=PolicyVersion(1, 2), step=2, files=files, created_at=0.0)

@@ -22,7 +22,7 @@ def test_exit_codes_tell_a_supervisor_what_to_do() -> None:
 
 
 def _raised_from_itself() -> Exception:
-    """A circle of two: the second is raised from the first, and the first, once more, from the second."""
+    """A cycle of two errors, each raised from the other."""
     first, second = ValueError("first"), RuntimeError("second")
     first.__cause__, second.__cause__ = second, first
     return first

@@ -93,7 +93,7 @@ def test_a_renamed_key_is_refused_with_its_new_name(old: str, new: str) -> None:
         ("loop.max_tokens", "did you mean loop.max_completion_length?"),
         ("loop.rollouts_per_example", "did you mean loop.num_generations?"),
         ("model.name", "did you mean model.path?"),
-        ("training.per_device_train_batch_size", "did you mean loop.groups_per_step (prompts a step"),
+        ("training.per_device_train_batch_size", "did you mean loop.groups_per_step (prompts per step"),
         ("training.report_to", "did you mean tracking.to?"),
         ("training.bf16", "did you mean training.dtype"),
         ("generation.name", "; known ones are adopt, data_parallel_size"),
@@ -107,9 +107,9 @@ def test_a_name_of_another_library_is_answered_with_ours(given: str, hint: str) 
 
 def test_names_of_other_libraries_lead_to_settings_that_there_are() -> None:
     keys = {*known_keys()}
-    told = {right.partition(" (")[0] for right in IN_OTHER_LIBRARIES.values()}
-    assert {key for right in told for key in right.split(" and ")} <= keys
-    # These are of emulated lengths and of a teacher, which nobody means by them elsewhere.
+    suggested = {right.partition(" (")[0] for right in IN_OTHER_LIBRARIES.values()}
+    assert {key for right in suggested for key in right.split(" and ")} <= keys
+    # These two names are settings of emulated lengths and of a teacher. Other libraries use them for something else.
     ours = {key.rpartition(".")[2] for key in keys} - {"max_tokens", "kl_coef"}
     assert not ours & {*IN_OTHER_LIBRARIES, *WITHOUT_COUNTERPART}
 

@@ -1,4 +1,4 @@
-"""Placement over inventories that are handed in: what every process would be started with."""
+"""Placement on given inventories: the devices and threads that each process would start with."""
 
 import tomllib
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_eight_devices_go_to_the_trainer_and_to_as_many_workers_as_fit() -> None
     assert visible(8, "--run.workers=1", "--run.standby_trainers=1") == {
         **on_cpu,
         "trainer": "0",
-        "standby-0": "0",  # it takes over from the trainer, and so does its device
+        "standby-0": "0",  # a standby uses the device of the trainer that it takes over from
         "worker-0": "1",
     }
     assert visible(8, "--training.device=cpu", "--run.workers=2") | on_cpu == {
@@ -142,7 +142,7 @@ def test_resolved_settings_are_placed_as_they_were(tmp_path: Path) -> None:
     ("devices", "arguments", "said"),
     [
         (2, ["--run.workers=2"], r"expected 3 CUDA devices: 1 for the trainer and 2 × 1 for the workers, got 2.*to 1"),
-        (4, ["--generation.tensor_parallel_size=4"], r"expected 5 CUDA devices.*got 4, of which 3 are free"),
+        (4, ["--generation.tensor_parallel_size=4"], r"expected 5 CUDA devices.*got 4 \(3 free\)"),
         (1, ["--generation.tensor_parallel_size=2"], r"expected 3 CUDA devices"),
         (2, ["--placement.trainer=[2]"], r"placement.trainer among this machine's CUDA.*\(devices 0 to 1\), got 2"),
         (0, ["--placement.trainer=[0]"], r"this machine's CUDA devices \(none\), got 0"),

@@ -1,12 +1,16 @@
-"""Checkpoints: a Hugging Face model directory, the trainer's state next to it, and one manifest that lists both.
+"""Writes, verifies, loads and prunes the checkpoints of a run.
+
+A checkpoint is a Hugging Face model directory, the trainer's state next to it, and one manifest that lists both:
 
     step_{N}/config.json, model.safetensors, tokenizer files …
     step_{N}/trainer_state/{optimizer,rng}.safetensors, intake.json, report.bin, manifest.json
 
 A write stages the files, makes them durable, computes their checksums, checks that no newer trainer exists (the fence),
-and publishes the manifest. A process that dies before the last of these leaves no checkpoint; one that dies after it
-leaves a complete one. The manifest lists every file with its checksum, and becomes visible only when all files are
-durable. Invariants:
+and publishes the manifest. A process that dies before it publishes the manifest leaves no checkpoint. A process that
+dies afterwards leaves a complete one. The manifest lists every file with its checksum, and becomes visible only when
+all files are durable.
+
+Invariants:
 - a_checkpoint_captures_one_moment: weights, optimizer and stream position belong together, under one manifest that is
   written last;
 - a_checkpoint_that_does_not_verify_is_never_loaded: every file has its sha256 in the manifest;
@@ -58,16 +62,17 @@ log = structlog.get_logger()
 OPTIMIZER, RNG, READER, REPORT = (f"{STATE}/{name}" for name in (WHOLE, "rng.safetensors", "intake.json", "report.bin"))
 TENSORS = ".safetensors"
 SECURING_THREADS = 4
-"""Files synced at the same time share the disk's flushes."""
+"""Threads that sync staged files to disk. Concurrent syncs share the disk's flushes."""
 _READER = TypeAdapter(dict[str, JsonValue])
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What a checkpoint holds besides the model. ``reader``: the reader's snapshot, without the part in the manifest.
+    """Everything in a checkpoint except the model.
 
-    ``report``: the encoded report of this step, so that a restarted trainer can announce it again. ``optimizer``: if
-    several ranks wrote it, its tensors are assembled on access.
+    ``optimizer``: the optimizer's tensors; if several ranks wrote them, each is assembled on access. ``reader``: the
+    snapshot of the stream reader, without the fields in the manifest. ``report``: the encoded report of this step, so
+    that a restarted trainer can announce it again.
     """
 
     manifest: CheckpointManifest
@@ -84,10 +89,10 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class VerifiedCheckpoint:
-    """A verified checkpoint; ``directory``: the model on this machine, ``state``: everything else.
+    """A checkpoint whose files match its manifest.
 
-    ``undoes``: after an operator's rollback to this checkpoint, the newest lineage whose later steps are undone; 0:
-    there was no rollback.
+    ``directory``: the local directory with the model. ``state``: everything else. ``undoes``: if an operator rolled the
+    run back to this checkpoint, the newest lineage whose later steps are undone; 0 without a rollback.
     """
 
     directory: Path
@@ -97,14 +102,14 @@ class VerifiedCheckpoint:
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The checkpoints of one algorithm of a run; the newest ``keep`` of them are kept."""
+    """The checkpoints of one algorithm of a run. The store keeps the newest ``keep`` and all pinned ones."""
 
     storage: CheckpointStorage
     keep: int
     _cleanup_failures: list[Exception] = field(default_factory=list, compare=False, repr=False)
 
     def held(self, claimed: int = 0) -> CheckpointsState:
-        """The claims and checkpoints of this storage, and the id of the claim to lineage ``claimed``, if it is here.
+        """The lineage claims and checkpoints in this storage, and the id of the claim to lineage ``claimed``, if any.
 
         Raises:
             CheckpointError: the storage cannot be read.
@@ -112,7 +117,9 @@ class CheckpointStore:
         return read_checkpoints_state(self.storage, claimed)
 
     def claim_lineage(self, *, at_least: int = 1, now: float) -> Lineage:
-        """Take the run over under the next number, greater than that of every claim and every checkpoint.
+        """Take the run over: claim a lineage number greater than those of all claims and checkpoints.
+
+        ``at_least``: the smallest number that may be claimed.
 
         Raises:
             CheckpointError: the storage cannot be read or written to.
@@ -120,8 +127,9 @@ class CheckpointStore:
         # Manifests count too: a lineage must not be shared with checkpoints that were moved here without their claims.
         newest = max((manifest.lineage for manifest in self.manifests()), default=0)
         lineage = claim_lineage(self.storage, at_least=max(at_least, newest + 1), now=now)
-        # Only after the claim: files that look left over may belong to an older trainer that still writes them, and the
-        # claim stops it. Files of newer lineages are kept: this trainer may have been suspended and superseded.
+        # Clean up only after the claim. Files that look abandoned may belong to an older trainer that is still writing,
+        # and the claim stops that trainer. Files of newer lineages are kept, because this trainer may itself have been
+        # suspended and superseded.
         self._clean_up(lambda: self.storage.clear_leftovers(lineage.number))
         return lineage
 
@@ -134,9 +142,9 @@ class CheckpointStore:
     ) -> str:
         """Write a checkpoint durably and atomically; returns its path or URL.
 
-        ``write_model`` fills the Hugging Face directory. ``write_optimizer`` writes an optimizer state that is spread
-        over ranks into the directory it is given; None: the optimizer's state is in ``state``. Checkpoints that this
-        lineage does not descend from are deleted.
+        ``write_model`` fills the Hugging Face directory. ``write_optimizer`` is for an optimizer state that is spread
+        over ranks, and writes it into the given directory; None: the optimizer's state is in ``state``. Afterwards,
+        old checkpoints and those of abandoned lineages are deleted.
 
         Raises:
             Superseded: a newer lineage exists; nothing was published.
@@ -150,11 +158,11 @@ class CheckpointStore:
             with self.storage.staging(slot, lineage.number) as directory:
                 write_model(directory)
                 _write_state(directory, state, write_optimizer)
-                manifest = state.manifest.model_copy(update={"files": self._secured(directory)})
+                manifest = state.manifest.model_copy(update={"files": self._sync_and_describe(directory)})
                 self._set_pinned_aside(slot, lineage)
                 slot = self.storage.publish(slot, directory, manifest, lineage.check)
         except (OSError, SafetensorError) as error:
-            # A newer trainer may have cleared this one's files: then the cause is that this one is superseded.
+            # If a newer trainer cleared this one's files, the true cause is Superseded, which the check raises.
             with suppress(CheckpointError):
                 lineage.check()
             raise CheckpointError(
@@ -162,46 +170,46 @@ class CheckpointStore:
                 f"got: {error} ({self._free()} bytes are free in {self.storage.scratch}); "
                 "free space or repair the storage; earlier checkpoints are unchanged"
             ) from error
-        # Only now: until the new checkpoint is published, a restart needs the old ones.
-        self._forget_old(manifest, lineage)
+        # A restart needs the old checkpoints until the new one is published, so they are pruned only now.
+        self._prune(manifest, lineage)
         return self.storage.address(slot)
 
-    def _secured(self, directory: Path) -> tuple[CheckpointFile, ...]:
-        """Sync the staged files and describe them; checksums are computed while the disk works."""
+    def _sync_and_describe(self, directory: Path) -> tuple[CheckpointFile, ...]:
+        """Sync the staged files to disk and describe them. Checksums are computed while the disk writes."""
         paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
         largest_first = sorted(paths, key=lambda path: path.stat().st_size, reverse=True)
         with ThreadPoolExecutor(SECURING_THREADS) as pool:
-            # ``map`` submits everything at once, the longest flush first. Hashing runs in this thread in the meantime.
-            secured = pool.map(self.storage.secure, largest_first)
-            files = tuple(_described(directory, path) for path in paths)
-            for _ in secured:
-                pass  # raises an error of the disk
+            # ``map`` submits all files at once, the largest first. This thread computes checksums during the syncs.
+            syncs = pool.map(self.storage.secure, largest_first)
+            files = tuple(_describe(directory, path) for path in paths)
+            for _ in syncs:
+                pass  # raises the error of a sync that failed
         return files
 
     def _set_pinned_aside(self, slot: Slot, lineage: Lineage) -> None:
-        """Rename a pinned checkpoint of an older lineage in this slot: in a directory, a step has one slot for all."""
+        """Move an older lineage's pinned checkpoint out of this slot. In a directory, lineages share a step's slot."""
         if self.storage.aside(slot, lineage.number) == slot:
             return
         data = self.storage.manifest(slot)
         if data is None or not (pinned := pinned_versions(read_pins(self.storage).values())):
             return
         with suppress(CheckpointError):  # a manifest that does not decode cannot be matched with a pin
-            there = decode_manifest(data)
-            if there.lineage < lineage.number and (there.lineage, there.step) in pinned:
+            existing = decode_manifest(data)
+            if existing.lineage < lineage.number and (existing.lineage, existing.step) in pinned:
                 lineage.check()
-                self.storage.set_aside(slot, there.lineage)
+                self.storage.set_aside(slot, existing.lineage)
 
     def newest(self) -> VerifiedCheckpoint | None:
-        """The checkpoint to continue from: the newest that verifies, by lineage and then step. None: there is none.
+        """The checkpoint to continue from: the newest that verifies. None: there are no checkpoints.
 
-        Checkpoints that a rollback undid are ignored.
+        Checkpoints are ordered by lineage, then by step. Those that a rollback undid are ignored.
 
         Raises:
             CheckpointError: there are checkpoints, but none of them verifies; or the storage cannot be read.
         """
         problems = []
         entries, rollback = read_entries(self.storage), read_rollback(self.storage)
-        # Newest first; slots without a valid manifest come before all others, so that their problems are logged.
+        # Slots without a valid manifest come first, so that their problems are logged. The others follow, newest first.
         found = resumable(entries, rollback)
         for entry in sorted(found, key=lambda entry: entry.manifest is not None):
             try:
@@ -211,7 +219,7 @@ class CheckpointStore:
                 undoes = rollback.lineage if rollback is not None and entry.order[0] <= rollback.lineage else 0
                 return replace(loaded, undoes=undoes)
             except CheckpointError as error:
-                log.warning("checkpoint does not verify, falling back to the one before", problem=str(error))
+                log.warning("checkpoint does not verify, falling back to an older one", problem=str(error))
                 problems.append(str(error))
         if problems:
             raise CheckpointError(
@@ -221,19 +229,19 @@ class CheckpointStore:
         return None
 
     def manifests(self) -> list[CheckpointManifest]:
-        """The valid manifests, newest first; the files that they list are not verified."""
+        """The valid manifests, newest first. The files that they list are not verified."""
         return read_manifests(self.storage)
 
     def load(self, manifest: CheckpointManifest, slot: Slot | None = None) -> VerifiedCheckpoint:
         """Fetch, verify and read the checkpoint of a manifest; ``slot``: where the manifest was read, if known.
 
         Raises:
-            CheckpointError: it does not verify, or cannot be fetched.
+            CheckpointError: the checkpoint does not verify, or cannot be fetched.
         """
         slot = slot or self.storage.slot(manifest.lineage, manifest.step)
         try:
             if not self._holds(slot, manifest):
-                # It was moved aside, or a later attempt at the step wrote it.
+                # The checkpoint was moved aside, or a later attempt at the step wrote it to another slot.
                 others = (each for each in self.storage.slots() if each.step == manifest.step and each != slot)
                 slot = next((each for each in others if self._holds(each, manifest)), slot)
             directory = self.storage.fetch(slot, manifest)
@@ -241,20 +249,22 @@ class CheckpointStore:
             raise CheckpointError(f"expected to fetch {self.storage.address(slot)}, got: {error}") from error
         restored = load_checkpoint(directory)
         if restored.state.manifest != manifest:
-            raise CheckpointError(f"expected the checkpoint listed at {directory}, got another one that replaced it")
+            wanted = f"{manifest.lineage}-{manifest.step}"
+            raise CheckpointError(f"expected checkpoint {wanted} at {directory}, got another one that replaced it")
         return restored
 
     def _holds(self, slot: Slot, manifest: CheckpointManifest) -> bool:
+        """Whether the slot has exactly this manifest."""
         data = self.storage.manifest(slot)
         try:
             return data is not None and decode_manifest(data) == manifest
         except CheckpointError:
             return False
 
-    def _forget_old(self, written: CheckpointManifest, lineage: Lineage) -> None:
+    def _prune(self, written: CheckpointManifest, lineage: Lineage) -> None:
         def remove() -> None:
             entries = read_entries(self.storage)
-            # Pins are read last, to see those that were made while the entries were read.
+            # Pins are read last, so that pins made while the entries were read are included.
             pinned = pinned_versions(read_pins(self.storage).values())
             for slot in prunable_slots(entries, written, self.keep, pinned):
                 # In a directory, a newer trainer may have written its checkpoint to this slot by now.
@@ -264,7 +274,7 @@ class CheckpointStore:
         self._clean_up(remove)
 
     def _clean_up(self, remove: Callable[[], None]) -> None:
-        """Run ``remove``; a failure does not stop the trainer. It is logged once, since it usually repeats."""
+        """Run ``remove``. A failure does not stop the trainer; of several in a row only the first is logged."""
         try:
             remove()
         except (OSError, CheckpointError) as error:
@@ -279,7 +289,7 @@ class CheckpointStore:
             self._cleanup_failures.clear()
 
     def _needed(self, state: TrainerState, *, in_parts: bool) -> int:
-        """Bytes that a checkpoint needs: its state, and a model (and a state in parts) as large as the newest one's."""
+        """Estimated bytes of a checkpoint. The model, and an optimizer in parts, are assumed as large as the newest."""
         newest = next(iter(self.manifests()), None)
         files = newest.files if newest else ()
         if in_parts:
@@ -295,7 +305,7 @@ class CheckpointStore:
             ) from OSError(errno.ENOSPC, "too little space")
 
     def _free(self) -> int:
-        # Before the first checkpoint the directory does not exist: its nearest parent is on the same disk.
+        # Before the first checkpoint the directory does not exist. Its nearest existing parent is on the same disk.
         existing = next(
             path for path in (self.storage.scratch, *self.storage.scratch.absolute().parents) if path.exists()
         )
@@ -303,14 +313,14 @@ class CheckpointStore:
 
 
 def load_checkpoint(directory: Path) -> VerifiedCheckpoint:
-    """Verify and read a checkpoint on this machine, except for the model, which the caller loads.
+    """Verify a checkpoint in a local directory and read its state. The caller loads the model.
 
     Raises:
         CheckpointError: a file is missing, unreadable, or differs from the manifest.
     """
     try:
         manifest = decode_manifest((directory / STATE / MANIFEST).read_bytes())
-        # Verified before parsing: an error then names the file and its checksum, and is not a parser's.
+        # Verify before parsing, so that the error names the damaged file and does not come from a parser.
         _verify(directory, manifest)
         state = TrainerState(
             manifest=manifest,
@@ -346,8 +356,8 @@ def _verify(directory: Path, manifest: CheckpointManifest) -> None:
     for file in manifest.files:
         path = directory / file.path
         if path.stat().st_size != file.size or sha256_of(path) != file.sha256:
-            raise CheckpointError(f"{path} whose bytes are not the {file.size} with sha256 {file.sha256}")
-        # The checksum shows that the bytes are those written; opening the file shows that they are tensors.
+            raise CheckpointError(f"{path}, which differs from the listed {file.size} bytes with sha256 {file.sha256}")
+        # The checksum proves that the file is unchanged. Opening it proves that it contains tensors.
         if path.suffix == TENSORS:
             with safe_open(path, "numpy"):
                 pass
@@ -357,5 +367,5 @@ def _paths(manifest: CheckpointManifest) -> set[str]:
     return {file.path for file in manifest.files}
 
 
-def _described(directory: Path, path: Path) -> CheckpointFile:
+def _describe(directory: Path, path: Path) -> CheckpointFile:
     return CheckpointFile(path=path.relative_to(directory).as_posix(), size=path.stat().st_size, sha256=sha256_of(path))

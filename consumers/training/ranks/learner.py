@@ -262,7 +262,7 @@ class DealingLearner(ShardLearner):
             work_of_rows(batch, mask, share, held, self._pairs) if share else idle_work(is_held=held is not None)
             for share in shares
         ]
-        self._team.send_to_each([each.told(word) for each in work[1:]])
+        self._team.send_to_each([each.to_message(word) for each in work[1:]])
         return shares, work[0]
 
 
@@ -307,11 +307,11 @@ def carry_out(learner: ShardLearner, message: RankMessage) -> RankMessage | None
     values = message.values
     match message.word:
         case "gradient":
-            learner.add_gradient(Work.of(message))
+            learner.add_gradient(Work.from_message(message))
         case "start":
-            return RankMessage("start", arrays=start_arrays(learner.start_of(Work.of(message))))
+            return RankMessage("start", arrays=start_arrays(learner.start_of(Work.from_message(message))))
         case "logprobs":
-            return RankMessage("logprobs", arrays={"logprobs": learner.logprobs_of(Work.of(message)).numpy()})
+            return RankMessage("logprobs", arrays={"logprobs": learner.logprobs_of(Work.from_message(message)).numpy()})
         case "sums":
             return RankMessage("sums", learner.take_sums())
         case "scale":

@@ -1,7 +1,8 @@
-"""The rows of a micro-batch that one rank computes, as a message to it. Knows no model.
+"""The rows of a micro-batch that one rank computes, and their encoding as a message to that rank. Knows no model.
 
-Rows are of a micro-batch, or of one that a step holds (``HeldBatch``). A rank without rows gets ``idle_work``: one row
-without trained tokens, so that the rank makes the same collective operations and adds a gradient of 0.
+The rows belong to a new micro-batch, or to one that waits for the rest of its step (``HeldBatch``). A rank without rows
+gets ``idle_work``: one row without trained tokens. So all ranks take part in the same collective operations, and an
+idle rank adds a gradient of 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,12 +22,16 @@ from streamrl.schemas.reports import RecordRef
 START, CREDIT, RETURNS, MASK = "start.", "credit", "returns", "mask"
 _BATCH = ("input_ids", "behaviour_logprobs", "advantages", "lengths", "temperatures")
 IDLE_TOKENS = 2
-"""Tokens of an idle row: the fewest of which one is predicted from another."""
+"""Tokens of an idle row. Two is the minimum: the second token is predicted from the first."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A rows, cut to the longest of them; ``mask``: float32 [A, width]; ``pairs``: of the rows' groups."""
+    """A rows for one rank, cut to the width of the longest.
+
+    ``mask``: which tokens are trained, float32 [A, width]. ``held``: the same rows with their tensors from the start of
+    the step; None for a new micro-batch. ``pairs``: the loss terms of the rows' pairs, by group.
+    """
 
     batch: MicroBatch
     mask: Tensor
@@ -38,8 +43,8 @@ class Work:
         """A selection of all rows, bool [A]."""
         return torch.ones(len(self.batch.refs), dtype=torch.bool)
 
-    def told(self, word: str) -> RankMessage:
-        """The message that sends this work; ``word``: what to do with it."""
+    def to_message(self, word: str) -> RankMessage:
+        """Encode this work as a message. ``word``: what the rank does with the work."""
         refs = [list(ref) for ref in self.batch.refs]
         pairs = {name: [pair.margin, pair.loss, pair.slope] for name, pair in self.pairs.items()}
         arrays: dict[str, Any] = {name: getattr(self.batch, name) for name in _BATCH}
@@ -51,9 +56,9 @@ class Work:
         return RankMessage(word, {"refs": refs, "pairs": pairs, "is_held": self.held is not None}, arrays)
 
     @classmethod
-    def of(cls, message: RankMessage) -> "Work":
-        """The work in a message that ``told`` made."""
-        # Copied, because torch warns about memory that is not writable.
+    def from_message(cls, message: RankMessage) -> "Work":
+        """Decode the work in a message that ``to_message`` encoded."""
+        # The arrays are copied, because torch warns about memory that is not writable.
         found = {name: np.array(array) for name, array in message.arrays.items()}
         mask = torch.from_numpy(found[MASK])
         rows: dict[str, Any] = {name: found[name] for name in _BATCH}
@@ -74,7 +79,7 @@ class Work:
 def work_of_rows(
     batch: MicroBatch, mask: Tensor, rows: Sequence[int], held: HeldBatch | None, pairs: Mapping[str, PairTerms]
 ) -> Work:
-    """The work of these rows, at least one."""
+    """The work for the given rows of a micro-batch, at least one."""
     part, wanted = batch.repacked(rows), list(rows)
     width = part.input_ids.shape[1]
 
@@ -93,7 +98,7 @@ def work_of_rows(
 
 
 def idle_work(*, is_held: bool) -> Work:
-    """Work of one row without trained tokens."""
+    """The work for a rank without rows: one row without trained tokens."""
     nothing = np.zeros((1, IDLE_TOKENS), dtype=np.float32)
     batch = MicroBatch(
         input_ids=np.zeros((1, IDLE_TOKENS), dtype=np.int64),
@@ -113,13 +118,13 @@ def idle_work(*, is_held: bool) -> Work:
 
 
 def start_arrays(start: StepTensors) -> dict[str, Any]:
-    """The start tensors of a micro-batch as arrays, without those that the micro-batch itself contains."""
+    """The tensors from the start of a step as arrays, without scores and mask, which the micro-batch contains."""
     known = {field.name: getattr(start, field.name) for field in fields(StepTensors)[2:]}
     return {START + name: tensor.numpy() for name, tensor in known.items() if tensor is not None}
 
 
 def start_tensors(arrays: Arrays, scores: Tensor, mask: Tensor) -> StepTensors:
-    """The start tensors that ``start_arrays`` turned into arrays."""
+    """The tensors that ``start_arrays`` encoded, together with scores and mask."""
     names = [field.name for field in fields(StepTensors)[2:]]
     found = {name: torch.from_numpy(np.array(arrays[START + name])) for name in names if START + name in arrays}
     return StepTensors(scores, mask, **found)

@@ -49,7 +49,7 @@ class LengthTraceSettings(SettingsTable):
     ] = 10.0
     histogram: Annotated[
         tuple[Bin, ...],
-        Field(min_length=1, description="histogram: (first length of a bin, its share); the default is StreamRL's."),
+        Field(min_length=1, description="histogram: (first length of a bin, share); default: the StreamRL paper's."),
     ] = STREAMRL_BINS
     histogram_end_tokens: Annotated[float, Field(gt=0, description="histogram: end of its last bin.")] = 19876.0
     path: Annotated[

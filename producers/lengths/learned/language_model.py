@@ -1,13 +1,14 @@
 """A language model that predicts completion lengths from the prompt's text: fine-tuning, prediction, saving, loading.
 
-It is any Hugging Face model, encoder or causal, with a head over its pooled last hidden state. The head gives two
-numbers: a median m and, through softplus, a distance above it, so that the two quantiles never cross. They are
-standardised by the level of the prompt's data set and a scale, which both belong to the model:
+Any Hugging Face model can be used, encoder or causal. A head reads its pooled last hidden states and gives the median
+and the distance of the upper quantile above it. Softplus keeps this distance positive, so that the quantiles never
+cross. Both quantiles are standardised by the level of the prompt's data set, which is its median log(length), and by a
+scale. Levels and scale are saved with the model:
 
     log(length) = level + scale × prediction
 
-A forward pass takes milliseconds or more, and each prompt is predicted when it is sent and when it comes back. So the
-scores of texts are cached.
+A forward pass takes milliseconds or more, and a prompt is predicted twice: when it is sent and when its completions
+come back. So the scores are cached by text.
 """
 
 import math
@@ -37,13 +38,13 @@ library_logging.disable_progress_bar()
 KIND: Literal["language"] = "language"
 HEAD = "head.safetensors"
 MAX_TOKENS = 1024
-"""Most tokens read of a prompt; of a longer one half are from its start and half from its end."""
+"""Most tokens of a prompt that the model reads. In a longer prompt, half are at its start and half at its end."""
 POOL = 16
-"""Batches whose texts are sorted by length together, to reduce padding."""
+"""Number of batches whose texts are sorted by length together, to reduce padding."""
 WARM_UP = 0.05
 """Share of the fine-tuning over which the learning rate rises to its peak."""
 MAX_KEPT = 65_536
-"""Prompts whose scores are cached, in about 10 MB: more than are in flight at any time."""
+"""Prompts whose scores are cached, in about 10 MB. At any time, fewer prompts are in flight."""
 Levels = Mapping[str, tuple[float, int]]
 Scored = tuple[float, float]
 
@@ -58,7 +59,7 @@ class Regressor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LanguageModel:
-    """A regressor with its version. ``scale``: multiplies the regressor's numbers to give log(length) - level."""
+    """A regressor with its version. ``scale`` converts its standardised numbers to log(length) - level."""
 
     regressor: Regressor
     scale: float
@@ -73,7 +74,7 @@ class LanguageModel:
         return f"language_model/v{self.version}"
 
     def quantiles(self, prompt: Prompt) -> tuple[float, float]:
-        """Median and upper quantile of log(length) minus the level of the data set, by the prompt's text."""
+        """Median and upper quantile of log(length) - level, predicted from the prompt's text."""
         key = xxhash.xxh3_64_intdigest(prompt.text.encode("utf-8", "replace"))
         scores = self._scores.get(key)
         if scores is None:
@@ -86,9 +87,9 @@ class LanguageModel:
 class TrainingSet:
     """Texts with the standardised lengths of their completions.
 
-    ``targets``: by text, the completions' (log(length) - level of the data set) / ``scale``.
+    ``targets``: for each text, the value (log(length) - level) / ``scale`` of each of its completions.
 
-    ``levels``: by data set, the median of log(length) and the number of completions.
+    ``levels``: for each data set, the median of log(length) and the number of completions.
     """
 
     texts: tuple[str, ...]
@@ -98,7 +99,7 @@ class TrainingSet:
 
 
 def make_training_set(completions: Sequence[ObservedCompletion], scale: float | None = None) -> TrainingSet:
-    """A training set with completions of the same text grouped; the scale is computed unless one is given."""
+    """Group completions by text, and standardise their lengths. The scale is computed unless one is given."""
     by_dataset: dict[str, list[float]] = {}
     by_text: dict[tuple[str, str], list[float]] = {}
     for completion in completions:
@@ -106,14 +107,14 @@ def make_training_set(completions: Sequence[ObservedCompletion], scale: float | 
         by_dataset.setdefault(dataset, []).append(logarithm)
         by_text.setdefault((dataset, completion.prompt.text), []).append(logarithm)
     levels = {dataset: (statistics.median(values), len(values)) for dataset, values in by_dataset.items()}
-    # over: log(length) - level. The head learns it divided by its standard deviation.
-    over = {key: [value - levels[key[0]][0] for value in values] for key, values in by_text.items()}
+    # deviations: log(length) - level. The head learns them divided by their standard deviation.
+    deviations = {key: [value - levels[key[0]][0] for value in values] for key, values in by_text.items()}
     if scale is None:
         # At least 0.05, so that nearly equal lengths are not divided by almost 0.
-        scale = max(0.05, statistics.pstdev([value for values in over.values() for value in values] or [1.0]))
+        scale = max(0.05, statistics.pstdev([value for values in deviations.values() for value in values] or [1.0]))
     return TrainingSet(
-        texts=tuple(text for _, text in over),
-        targets=tuple(tuple(value / scale for value in values) for values in over.values()),
+        texts=tuple(text for _, text in deviations),
+        targets=tuple(tuple(value / scale for value in values) for values in deviations.values()),
         levels=levels,
         scale=scale,
     )
@@ -121,7 +122,7 @@ def make_training_set(completions: Sequence[ObservedCompletion], scale: float | 
 
 @dataclass(frozen=True, slots=True)
 class FineTuning:
-    """Fine-tuning ends after ``epochs`` passes or after ``seconds``. ``learning_rate`` None: by the model's size."""
+    """Fine-tuning ends after ``epochs`` passes or ``seconds``. ``learning_rate`` None: set by the model's size."""
 
     epochs: float = 4.0
     seconds: float = math.inf
@@ -131,7 +132,7 @@ class FineTuning:
 
 
 class LengthRegressor(torch.nn.Module):
-    """Median and upper quantile of a prompt's standardised log length, by its text."""
+    """Predicts median and upper quantile of a prompt's standardised log(length) from its text."""
 
     def __init__(self, backbone: Any, tokenizer: Any) -> None:
         super().__init__()
@@ -141,25 +142,25 @@ class LengthRegressor(torch.nn.Module):
         torch.nn.init.normal_(self.head.weight, std=0.02)
         torch.nn.init.zeros_(self.head.bias)
         positions = getattr(backbone.config, "max_position_embeddings", None) or MAX_TOKENS
-        self._longest = min(MAX_TOKENS, int(positions) - 2)  # less 2, because encoders add a token at either end
+        self._longest = min(MAX_TOKENS, int(positions) - 2)  # minus 2, because encoders add a token at each end
 
     def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Token ids and mask int64 [B, T] to median and upper quantile float32 [B, 2].
+        """Map token ids and mask, int64 [B, T], to median and upper quantile, float32 [B, 2].
 
-        The head reads mean, maximum and last of the states: a causal model collects information in the last state, an
-        encoder in any, and in a long prompt the mean hides what a few tokens contribute.
+        The head reads the mean, the maximum and the last of the states. A causal model collects information in the last
+        state, an encoder in any state. In a long prompt, the mean hides the contribution of a few tokens.
         """
         states = self.backbone(input_ids=tokens, attention_mask=mask).last_hidden_state.float()  # [B, T, H]
         weights = mask.unsqueeze(-1)  # [B, T, 1]
         mean = (states * weights).sum(1) / weights.sum(1)  # [B, H]
         largest = states.masked_fill(weights == 0, -torch.inf).amax(1)  # [B, H]
-        last = states[torch.arange(len(states)), mask.sum(1) - 1]  # [B, H], of the last token that is not padding
+        last = states[torch.arange(len(states)), mask.sum(1) - 1]  # [B, H], the last token that is not padding
         pooled = torch.cat([mean, largest, last], -1)  # [B, 3 H]
         median, above = self.head(pooled).unbind(-1)
         return torch.stack([median, median + functional.softplus(above)], -1)
 
     def encoded(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, at least one; the middle of a long text is cut out."""
+        """Token ids of each text, at least one per text. The middle of a long text is left out."""
         half = self._longest // 2
         found = self.tokenizer(list(texts), truncation=False, verbose=False)["input_ids"] if texts else []
         return [ids if len(ids) <= self._longest else ids[:half] + ids[-half:] for ids in (x or [0] for x in found)]
@@ -180,17 +181,17 @@ class LengthRegressor(torch.nn.Module):
         return [scored[index] for index in range(len(ids))]
 
     def save(self, folder: Path) -> None:
-        """Write weights and tokenizer as ``from_pretrained`` reads them, and the head next to them."""
+        """Write weights and tokenizer in the format of ``from_pretrained``, and the head next to them."""
         self.backbone.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         save_file(self.head.state_dict(), folder / HEAD)
 
 
 def open_regressor(folder: Path, seed: int = 0) -> LengthRegressor:
-    """The model in a directory, with its saved head, else with a new one.
+    """Load the model in a directory, with its saved head if there is one, otherwise with a new head.
 
     Raises:
-        ModelError: there is no such model.
+        ModelError: the directory has no model with a tokenizer, or the library cannot load it.
     """
     try:
         with _seeded(seed):
@@ -216,7 +217,7 @@ def train(
     ids, generator = regressor.encoded(examples.texts), torch.Generator().manual_seed(tuning.seed)
     total = max(1, math.ceil(tuning.epochs * len(ids) / tuning.batch_size))
     size = sum(parameter.numel() for parameter in regressor.parameters())
-    # Larger models need smaller steps: 1e-3 up to 150 thousand parameters, then with the inverse square root of size.
+    # Larger models need a lower rate: 1e-3 up to 150 thousand parameters, then proportional to 1 / sqrt(size).
     peak = tuning.learning_rate or min(1e-3, 1e-3 * (1.5e5 / size) ** 0.5)
     optimizer = torch.optim.AdamW(regressor.parameters(), lr=peak, weight_decay=0.01)
     losses: list[float] = []
@@ -226,12 +227,12 @@ def train(
         progress = 0.0
         while ids and progress < 1 and not is_stopped():
             for batch in _batches(ids, tuning.batch_size, generator):
-                # From 0 to 1 by steps or by time, whichever is further.
+                # From 0 to 1: the larger of the share of steps and the share of seconds.
                 progress = max(len(losses) / total, (time.monotonic() - started) / tuning.seconds)
                 if progress >= 1 or is_stopped():
                     break
-                # Linear warm-up, times half a cosine that falls to 0 at the end of the passes or of the seconds.
-                # With the 0.01 the first step, at progress 0, has a rate above 0.
+                # The rate is a linear warm-up times a half cosine, which falls to 0 at progress 1.
+                # The 0.01 gives the first step, at progress 0, a rate above 0.
                 for group in optimizer.param_groups:
                     group["lr"] = (
                         peak * min(1.0, progress / WARM_UP + 0.01) * (0.5 + 0.5 * math.cos(math.pi * progress))
@@ -249,18 +250,18 @@ def train(
 def _loss(predicted: torch.Tensor, targets: Sequence[Sequence[float]], upper: float) -> torch.Tensor:
     """Pinball loss of both quantiles (Koenker and Bassett 1978); every completion counts equally.
 
-    With u = target - prediction, for quantile q: max(q × u, (q - 1) × u). ``predicted`` float32 [B, 2]; ``targets``
-    has the completions of each of the B texts, N in all.
+    With u = target - prediction, for quantile q: max(q × u, (q - 1) × u). ``predicted``: float32 [B, 2];
+    ``targets``: for each of the B texts, the values of its completions, N in total.
     """
-    rows = torch.tensor([row for row, values in enumerate(targets) for _ in values])  # [N], each target's text
+    rows = torch.tensor([row for row, values in enumerate(targets) for _ in values])  # [N], the text of each target
     # [N, 1] - [N, 2]: each length is compared with both quantiles.
     error = torch.tensor([value for values in targets for value in values]).unsqueeze(-1) - predicted[rows]
-    share = torch.tensor([0.5, upper])
-    return torch.maximum(share * error, (share - 1) * error).sum(-1).mean()
+    quantiles = torch.tensor([0.5, upper])
+    return torch.maximum(quantiles * error, (quantiles - 1) * error).sum(-1).mean()
 
 
 def _batches(ids: Sequence[Sequence[int]], size: int, generator: torch.Generator) -> list[list[int]]:
-    """All texts once in a random order, in batches of similar length."""
+    """Batches of texts of similar length, in random order. Each text occurs once."""
     order = torch.randperm(len(ids), generator=generator).tolist()
     pools = [
         sorted(order[at : at + size * POOL], key=lambda i: len(ids[i])) for at in range(0, len(order), size * POOL)
@@ -279,7 +280,7 @@ def _padded(ids: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 @contextmanager
 def _seeded(seed: int) -> Any:
-    """Use random numbers of a seed inside the context, and restore the generator afterwards."""
+    """Seed torch's random numbers inside the context, and restore the generator's state afterwards."""
     # devices=[]: the model is on the CPU, so GPU generators need not be saved and restored.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -290,25 +291,25 @@ def save(regressor: LengthRegressor, manifest: Manifest, folder: Path) -> Path:
     """Save a model in the folder, under the manifest's version.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the model cannot be written.
     """
     return ModelStore(folder, KIND).save(manifest, regressor.save)
 
 
 def load_newest(folder: Path, newer_than: int = 0) -> tuple[LanguageModel, Levels] | None:
-    """The newest usable model of the folder, and the levels that it was fitted with; None if there is none."""
+    """The newest usable model above version ``newer_than``, and the levels it was fitted with; None: there is none."""
     return ModelStore(folder, KIND).load_newest(load, newer_than)
 
 
 def load(path: Path, manifest: Manifest) -> tuple[LanguageModel, Levels]:
-    """Read one version.
+    """Load one version of a model.
 
     Raises:
-        MalformedFrame: its manifest lacks the scale.
-        ModelError: the library cannot load it.
+        MalformedFrame: the manifest lacks the scale.
+        ModelError: the library cannot load the model.
     """
     if "scale" not in manifest.details:
-        raise MalformedFrame(f"expected a language model of lengths in {path}, got {manifest.details}; delete it")
+        raise MalformedFrame(f"expected a length model with its scale in {path}, got {manifest.details}; delete it")
     scale = manifest.details["scale"]
     return LanguageModel(
         open_regressor(path), scale, manifest.version, manifest.policy_version, manifest.observations

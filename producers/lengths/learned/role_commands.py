@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-lengths = typer.Typer(help="Rankers of output length, from recorded trajectories.", no_args_is_help=True)
+lengths = typer.Typer(help="Fit a ranker of output lengths to recorded trajectories.", no_args_is_help=True)
 
 
 @lengths.callback()
 def _group() -> None:
-    """Rankers of output length, from recorded trajectories."""
+    """Fit a ranker of output lengths to recorded trajectories."""
 
 
 @lengths.command()
@@ -37,7 +37,7 @@ def fit(
 ) -> None:
     """Fit a ranker to recorded trajectories, and score it.
 
-    It is scored on held-out prompts, next to two baselines.
+    The command scores it and two baselines on held-out prompts.
     """
     from streamrl.inspection.process import log_to_stderr
     from streamrl.schemas.errors import UserError

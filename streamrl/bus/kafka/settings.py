@@ -12,7 +12,7 @@ SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
 
 
 class KafkaSettings(Section):
-    """``[kafka]``: a slow network or broker needs longer times. ``limits.py`` has what no user sets."""
+    """``[kafka]``: a slow network or broker needs longer times. ``streamrl/bus/kafka/limits.py`` has fixed limits."""
 
     bootstrap_servers: Annotated[
         str | None,
@@ -48,7 +48,7 @@ class KafkaSettings(Section):
     sasl_plain_username: Annotated[str | None, Field(description="Name to log in with; also for SCRAM.")] = None
     sasl_plain_password: Annotated[
         SecretStr | None,
-        Field(description="Also for SCRAM. Better set by STREAMRL_KAFKA__SASL_PLAIN_PASSWORD than in a file."),
+        Field(description="Password to log in with; also for SCRAM. Better set STREAMRL_KAFKA__SASL_PLAIN_PASSWORD."),
     ] = None
     ssl_cafile: Annotated[
         Path | None, Field(description="File of certificates to trust, in PEM format; none: the system's.")

@@ -28,6 +28,9 @@ class TrackingSettings(Section):
 
     to: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio"], ...],
-        Field(description="Each needs its package. Writes files to runs/<name>/tracking/; nothing leaves the machine."),
+        Field(
+            description="Trackers: tensorboard, wandb, trackio; each needs its package. They write files to "
+            "runs/<name>/tracking/, and nothing leaves the machine."
+        ),
     ] = ()
     project: Annotated[str, Field(min_length=1, description="The run's project in the trackers.")] = "streamrl"

@@ -21,31 +21,31 @@ class FigureMeaning(NamedTuple):
 
 
 LIVE: Mapping[str, FigureMeaning] = {
-    "step": FigureMeaning("optimizer steps", "taken since the run began; those that a crash undid do not count"),
-    "max_steps": FigureMeaning("optimizer steps", "after which the run is over (`training.max_steps`)"),
-    "time_left_s": FigureMeaning("s", "until then, at the pace of the last ten steps"),
-    "step_age_s": FigureMeaning("s", "since the newest step was reported"),
+    "step": FigureMeaning("optimizer steps", "steps taken since the run started, without those that a crash undid"),
+    "max_steps": FigureMeaning("optimizer steps", "steps after which the run is finished (`training.max_steps`)"),
+    "time_left_s": FigureMeaning("s", "time until `max_steps`, at the pace of the last ten steps"),
+    "step_age_s": FigureMeaning("s", "time since the newest step was reported"),
     "steps_per_min": FigureMeaning("steps/min", "pace of the last ten steps; it falls while the next one is overdue"),
     "reward": FigureMeaning("", "mean over the trajectories of the newest step"),
     "pass_at_1": FigureMeaning(
-        "share", "of held-out samples that passed at the newest weights that were evaluated (`[evaluation]`)"
+        "share", "held-out samples that passed, with the newest evaluated weights (`[evaluation]`)"
     ),
     "staleness_mean": FigureMeaning(
-        "optimizer steps", "mean over the trajectories of the newest step, each by its oldest token"
+        "optimizer steps", "mean age of the oldest tokens of the newest step's trajectories"
     ),
-    "staleness_max": FigureMeaning("optimizer steps", "most among them; never above `loop.max_staleness`"),
-    "ordered_per_s": FigureMeaning("trajectories/s", "that workers were given to sample, in the last 10 s"),
-    "sampled_per_s": FigureMeaning("trajectories/s", "that came onto the topic in the last 10 s"),
-    "trajectories_per_s": FigureMeaning("trajectories/s", "that entered a gradient, over the last ten steps"),
-    "sampled_tokens_per_s": FigureMeaning("tokens/s", "of completions, that living workers sample at present"),
-    "lag": FigureMeaning("trajectories", "on the topic that the trainer has not finished: neither trained nor skipped"),
-    "skipped": FigureMeaning("trajectories", "not trained since the run began, for a reason that has a row"),
-    "dead_letters": FigureMeaning("records", "that no decoder took"),
-    "workers": FigureMeaning("", "that were heard of in the last 10 s and have not left"),
-    "running": FigureMeaning("completions", "being sampled by living workers"),
-    "waiting": FigureMeaning("completions", "at living workers, in line for a slot"),
-    "capacity": FigureMeaning("completions", "that living workers sample at once"),
-    "weights_per_min": FigureMeaning("versions/min", "announced to workers in the last minute"),
+    "staleness_max": FigureMeaning("optimizer steps", "largest age among them; never above `loop.max_staleness`"),
+    "ordered_per_s": FigureMeaning("trajectories/s", "rate at which workers got orders, over the last 10 s"),
+    "sampled_per_s": FigureMeaning("trajectories/s", "rate at which workers published them, over the last 10 s"),
+    "trajectories_per_s": FigureMeaning("trajectories/s", "rate of training, over the last ten steps"),
+    "sampled_tokens_per_s": FigureMeaning("tokens/s", "completion tokens that live workers sample now"),
+    "lag": FigureMeaning("trajectories", "published, but not yet trained or skipped"),
+    "skipped": FigureMeaning("trajectories", "skipped since the run started, each with a reason on the `skips` topic"),
+    "dead_letters": FigureMeaning("records", "records that could not be decoded"),
+    "workers": FigureMeaning("", "workers that sent a heartbeat in the last 10 s and have not left"),
+    "running": FigureMeaning("completions", "completions that live workers are sampling"),
+    "waiting": FigureMeaning("completions", "completions that wait for a slot at live workers"),
+    "capacity": FigureMeaning("completions", "most completions that live workers sample at once"),
+    "weights_per_min": FigureMeaning("versions/min", "weight versions announced in the last minute"),
 }
 """All figures, in the order of the documentation."""
 

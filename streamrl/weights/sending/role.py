@@ -106,7 +106,7 @@ FEATURE = Feature(
         roles=(
             FeatureRole(
                 "sender",
-                help="The weight sender: versions straight into vLLM's processes.\n\nFor sender.backend.",
+                help="The weight sender: versions straight into vLLM's processes.\n\nNeeded for sender.backend.",
                 build=build_sender,
             ),
         ),

@@ -1,4 +1,4 @@
-"""Where a start of a run begins, on checkpoints that are really there."""
+"""Where a run continues when it is started, tested on real checkpoints."""
 
 import json
 import uuid

@@ -1,4 +1,4 @@
-"""What makes a run pointless is found before it begins, and what harms a part of it is told."""
+"""The check refuses a run that cannot succeed, and warns about problems that affect a part of the run."""
 
 import importlib.util
 import json
@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def task(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Settings for these prompts and this reward; the model takes 128 tokens, of which one is the completion's."""
+    """Makes settings for given prompts and a reward. The model takes 128 tokens, one of them for the completion."""
     (tmp_path / "own_reward.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
 
@@ -62,7 +62,7 @@ def test_a_file_that_may_not_be_read_is_named_with_its_mode(tmp_path: Path, monk
     weights.chmod(0o600)
     require_readable(model, "model.path")
     require_readable(tmp_path / "none", "model.path")
-    # Root, as which tests may run, may read everything.
+    # Tests may run as root, which may read everything.
     monkeypatch.setattr(os, "access", lambda path, _mode: path != weights)
     with pytest.raises(
         UserError, match=rf"readable for this process \(uid \d+\), got {weights} with mode 0600 of uid"
@@ -93,7 +93,7 @@ def test_a_reward_that_scores_nothing_is_refused_and_one_that_sometimes_fails_is
         checked(task(["a", "b"], "never"))
     with pytest.raises(RewardLoadError, match=r"reward often to score.* on 4 of 8 rows.*ingest.max_unrewarded_share"):
         checked(task([f"row {number}" for number in range(8)], "often"))
-    assert checked(task(["a", "b"], "seldom")) == []  # on completions of no characters
+    assert checked(task(["a", "b"], "seldom")) == []  # it fails only on empty completions
 
 
 @pytest.mark.processes
@@ -148,11 +148,11 @@ def test_what_a_run_has_written_already_needs_no_room_again(task: Any, tmp_path:
     assert disk_room(settings, parameters).needed == FLOOR_BYTES + bytes_to_come
     held = settings.run.path / "checkpoints" / "step_1" / "trainer_state"
     held.mkdir(parents=True)
-    (held / "moments").write_bytes(os.urandom(1 << 16))  # which no file system makes smaller
+    (held / "moments").write_bytes(os.urandom(1 << 16))  # random bytes, which no file system compresses
     with (held / "sparse").open("wb") as sparse:
         sparse.truncate(1 << 30)
     there = FLOOR_BYTES + bytes_to_come - disk_room(settings, parameters).needed
-    assert 1 << 16 <= there < 1 << 17, "blocks, as they are on the disk"
+    assert 1 << 16 <= there < 1 << 17, "sizes are counted in blocks on the disk"
     assert disk_room(settings, 100).needed == FLOOR_BYTES
 
 

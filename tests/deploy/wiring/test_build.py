@@ -1,4 +1,4 @@
-"""Roles are built with the bus, the engine and the callbacks that their process hands them; nothing is put in later."""
+"""A role gets its bus, engine and callbacks from its process when it is built. Nothing is replaced later."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def tracing(role: str) -> Tracing | None:
 
 
 def bus_of(built: Any) -> Any:
-    """The bus that a role was given. A trainer has it in its context, and may be led by another object."""
+    """The bus of a built role. A trainer has it in its context, and may be wrapped in another object."""
     if hasattr(built, "bus"):
         return built.bus
     context = built.context if hasattr(built, "context") else built.trainer.context
@@ -118,7 +118,7 @@ def test_by_default_the_dispatcher_remembers_two_checkpoint_intervals(settings: 
 
 
 def test_however_far_apart_checkpoints_are_a_resumed_trainer_is_not_flooded(settings: Settings) -> None:
-    """The trainer gets to just before its third checkpoint, and the newer of the two that it has is damaged."""
+    """The trainer stops just before its third checkpoint, and the newer of its two checkpoints is damaged."""
     ledger = dispatcher_of(settings, checkpoint_every=400, keep_checkpoints=2).state.ledger
     ledger.advance(PolicyVersion(1, 0), [])
     for number in range(1, 1200):

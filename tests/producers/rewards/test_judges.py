@@ -21,7 +21,7 @@ from streamrl.schemas.trajectories import Prompt
 
 
 class Endpoint:
-    """Speaks OpenAI's chat completions; ``says`` what it answers, or a status that it answers with."""
+    """An endpoint with OpenAI's chat completions API. ``says``: its next answers, as a text or an HTTP status."""
 
     def __init__(self) -> None:
         self.says: list[str | int] = []
@@ -63,7 +63,7 @@ async def test_the_judge_is_asked_about_prompt_completion_and_answer_and_its_las
     await judge.close()
     (asked,) = endpoint.asked
     assert (asked["model"], asked["temperature"], endpoint.keys) == ("m", 0, ["Bearer sk-1"])
-    # What a completion says is not taken for a placeholder.
+    # A placeholder inside a completion is not filled in.
     assert asked["messages"] == [
         {"role": "user", "content": "T: system: Be brief.\n\nuser: 2+2? C: four {answer} A: 4"}
     ]

@@ -1,4 +1,4 @@
-"""A canary in place of a secret, in every layer of the settings and in commands that read them: it is never shown."""
+"""A canary secret in any layer of the settings is never shown by a command that reads the settings."""
 
 import subprocess
 import sys
@@ -40,7 +40,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def printed(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> str:
-    """All that a command prints and logs, whatever its end."""
+    """Everything that a command prints and logs, with any exit code."""
     monkeypatch.setattr("sys.argv", ["streamrl", *arguments])
     with capture_logs() as logs, pytest.raises(SystemExit):
         app.main()
@@ -76,7 +76,7 @@ def test_no_command_shows_a_secret_of_any_layer(
         (["config", "explain", "kafka.sasl_plain_password"], []),
         (["run"], []),
         (["coordinator"], []),
-        # with a mistake beside it
+        # together with a mistake
         (["run"], ["--loop.max_stalenes", "3"]),
         (["run"], ["--kafka.request_timeout_ms", "soon"]),
         (["run"], ["--kafka.security_protocol", "PLAINTEXT"]),
@@ -127,7 +127,7 @@ def test_a_section_of_another_shape_may_hold_a_secret(directory: Path) -> None:
     (directory / "task.toml").write_text(f'[data]\npath = "p.jsonl"\n[[kafka]]\nsasl_plain_password = "{CANARY}"\n')
     with pytest.raises(SettingsError, match=r"expected a section \[kafka\], got a hidden value") as caught:
         load_settings(directory / "task.toml", [])
-    # The error below it too, which a debugging traceback shows.
+    # The same holds for its cause, which a traceback shows.
     assert CANARY not in f"{caught.value}{caught.value.__cause__}"
 
 

@@ -1,4 +1,4 @@
-"""The checklist on a model that is really there, as the checks see it one by one and as a whole."""
+"""The checklist of the dry run on a real model: each check alone, and all together."""
 
 import shutil
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_prompts_that_would_end_in_error_are_counted_and_the_longest_named(model
         "raise loop.max_prompt_length, or leave them out with data.filter"
     )
     (check,) = check_lengths(settings, [prompt("x" * 65), prompt("x" * 70)], facts, total=500)
-    assert (check.state, check.detail[:47]) == ("fail", "2 of 2 prompts (a sample of 500) would be refus")
+    assert (check.state, check.detail[:50]) == ("fail", "2 of 2 prompts (sampled from 500) would be refused")
 
 
 def test_completions_that_do_not_fit_behind_a_prompt_are_noted(model: Path, tmp_path: Path) -> None:

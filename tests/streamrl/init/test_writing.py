@@ -31,7 +31,7 @@ def test_the_written_configuration_is_a_whole_one(tmp_path: Path, monkeypatch: p
 
 
 def test_what_is_commented_out_can_be_put_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it but the subset, which a single file has none of."""
+    """Every commented setting can be enabled, except the subset: a single file has no subsets."""
     for name in ("math", "tiny", "calculator"):
         made = example(name, "x")
         assert {entry.key for entry in made.entries} <= set(known_keys())
@@ -62,13 +62,13 @@ def test_a_conversation_of_the_calculator_fits_into_its_model(tmp_path: Path) ->
     assert Calculator().request["max_tokens"] <= settings.loop.max_completion_length
     positions = WarmStartRecipe().shape.max_position_embeddings
     assert settings.loop.max_prompt_length + settings.loop.max_completion_length <= positions
-    # Four sums of two digits, and each line of the way with what the calculator says to it.
+    # Four summands of two digits, and the calculator's answer to each line of the solution.
     longest = Question("+", (99, 99, 99, 99))
     assert len(longest.text + longest.worked(" ")) < settings.loop.max_prompt_length
 
 
 def test_what_is_missing_is_written_and_what_is_there_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a start had been killed before the configuration, the last file, was written."""
+    """An earlier start was killed before it wrote the configuration, which is the last file."""
     cached = tmp_path / "cache"
     cached.mkdir()
     (cached / "model.safetensors").write_bytes(b"weights")

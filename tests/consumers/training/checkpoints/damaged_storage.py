@@ -1,4 +1,4 @@
-"""Places that keep checkpoints, with a way to damage what is in them; small checkpoints to put there."""
+"""Checkpoint storages whose files tests can damage, and small checkpoints to write to them."""
 
 import logging
 import os
@@ -94,7 +94,7 @@ def identity(restored: VerifiedCheckpoint) -> tuple[int, int]:
 
 @dataclass
 class Storage:
-    """One storage, opened as often as wanted: each time as by another machine."""
+    """One storage. Each call of ``open`` opens it as another machine would, with a new cache."""
 
     url: str | Path
     root: Path
@@ -124,7 +124,7 @@ class Storage:
             path.write_bytes(content)
 
     def names(self) -> set[str]:
-        """Everything stored, by its path, but for what marks an upload that was cleared."""
+        """The paths of all stored files, without the markers of cleared uploads."""
         opened = self.open()
         if isinstance(opened, ObjectStorage):
             listed = (item for chunk in obstore.list(opened.store) for item in chunk)
@@ -134,7 +134,10 @@ class Storage:
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """An S3 in this process, one request at a time, so that its conditional writes are atomic; its endpoint."""
+    """Run an S3 server in this process; yields its endpoint.
+
+    It serves one request at a time, so that its conditional writes are atomic.
+    """
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = make_server("127.0.0.1", 0, DomainDispatcherApplication(create_backend_app), threaded=False)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

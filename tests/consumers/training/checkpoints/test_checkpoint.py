@@ -22,8 +22,8 @@ from tests.consumers.training.checkpoints.damaged_storage import (
 )
 
 
-class Deaf:
-    """Sees no claims: its holder passes the fence, as one that was stopped right behind it."""
+class NoClaims:
+    """A storage that shows no claims. A trainer passes its fence, as if suspended right after the check."""
 
     def claims(self) -> list[int]:
         return []
@@ -62,7 +62,7 @@ def test_the_newest_lineage_is_restored_though_an_orphan_took_more_steps(storage
     write(storage.open(), 4, orphan)
     second = begin(storage)
     write(storage.open(), 5, second, PolicyVersion(1, 4))
-    late = Lineage(1, cast(CheckpointStorage, Deaf()))
+    late = Lineage(1, cast(CheckpointStorage, NoClaims()))
     write(storage.open(), 9, late)
     assert newest(storage.open()) == (2, 5)
 
@@ -107,7 +107,7 @@ def test_a_checkpoint_that_does_not_verify_is_never_loaded(storage: Storage, nam
         assert newest(storage.open()) == (1, 1)
     warned = [entry["problem"] for entry in logs if entry["log_level"] == "warning"]
     if damage == "missing" and name.endswith("manifest.json") and "://" in str(storage.url):
-        assert warned == [], "an upload without a manifest never ended: that is no damage"
+        assert warned == [], "an upload without a manifest is unfinished, not damaged"
     else:
         assert len(warned) == 1
         assert "step_2" in warned[0]

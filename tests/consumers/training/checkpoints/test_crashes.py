@@ -1,7 +1,7 @@
-"""A writer that dies at any moment leaves the checkpoint before or the one it was writing, never half of one.
+"""A writer that dies at any moment leaves the old checkpoint or the new one, never a part of one.
 
-On a directory a forked child ends at each of its system calls that write, in turn; on an object store the writer ends
-at each request, before or after the store has carried it out.
+In a directory, a forked child exits at each of its writing system calls in turn. In an object store, the writer stops
+at each request in turn, before or after the store has executed it.
 """
 
 import itertools
@@ -52,7 +52,7 @@ def proceed(storage: Storage, lineage: Lineage) -> None:
 
 
 def assert_old_or_new(storage: Storage, lineage: Lineage, before: tuple[int, int]) -> tuple[int, int]:
-    """What the next incarnation finds: one of the two, whole, with nothing damaged beside it."""
+    """Check that the next trainer finds the old or the new checkpoint, and nothing damaged; returns its version."""
     store = CheckpointStore(storage.open(), 2)
     assert store.claim_lineage(now=0.0).number == lineage.number + 1
     with capture_logs() as logs:
@@ -91,7 +91,7 @@ def test_a_writer_killed_at_any_system_call_leaves_the_old_or_the_new_checkpoint
 
 
 def in_a_child_that_dies(moment: int, act: Callable[[], None]) -> int:
-    """Exit code of a forked process that ends, as by SIGKILL, at its system call of that number."""
+    """Run ``act`` in a forked process that exits at system call number ``moment``, as if killed; returns the code."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -121,7 +121,7 @@ def in_a_child_that_dies(moment: int, act: Callable[[], None]) -> int:
 
 
 class Crash(BaseException):
-    """The end of the process: nothing in the code under test may catch it."""
+    """Stands for the death of the process. The code under test must not catch it."""
 
 
 @pytest.mark.parametrize("history", HISTORIES)

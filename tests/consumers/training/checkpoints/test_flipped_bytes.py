@@ -1,4 +1,4 @@
-"""No byte of a checkpoint can change without the checkpoint being refused."""
+"""A checkpoint is refused if any byte of it has changed."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A checkpoint that cannot be written leaves those before it alone, and says in one line what is missing."""
+"""If a checkpoint cannot be written, earlier ones are unchanged, and a one-line error says what is missing."""
 
 import resource
 import shutil
@@ -79,7 +79,7 @@ def test_too_little_space_is_noticed_before_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(100, 80, 20))
 
     def never(directory: Path) -> None:
-        raise AssertionError("nothing is to be written")
+        raise AssertionError("expected no write")
 
     with pytest.raises(CheckpointError, match=r"expected [0-9]+ bytes free in .* got 20"):
         CheckpointStore(storage.open(), 3).write(state_of(1, 2), never, lineage)

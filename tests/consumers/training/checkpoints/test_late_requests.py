@@ -1,7 +1,7 @@
-"""Whatever the order of a claim, the clearing and a late writer's last request: a whole checkpoint or none.
+"""A late writer and its successor leave a complete checkpoint or none, in any order of their requests.
 
-The writer has looked at the claims for the last time, and its successor claims and clears before its last request
-arrives, while it does so, or after. What arrives between any two requests is tried at each of them in turn.
+The writer has read the claims for the last time. Its successor claims a lineage and clears leftovers before, while or
+after the writer's last request arrives. Each test repeats this for every position between two requests.
 """
 
 import itertools
@@ -28,7 +28,7 @@ FIRST, LATER = 0, 1
 
 
 class Crash(BaseException):
-    """The end of the process: nothing in the code under test may catch it."""
+    """Stands for the death of the process. The code under test must not catch it."""
 
 
 def claim(storage: Storage) -> Lineage:
@@ -36,7 +36,7 @@ def claim(storage: Storage) -> Lineage:
 
 
 def begun(storage: Storage, earlier: int) -> Lineage:
-    """A trainer about to write step 6: its first checkpoint, or a later one."""
+    """The lineage of a trainer that is about to write step 6, as its first checkpoint or a later one."""
     lineage = claim(storage)
     if earlier:
         write(storage.open(), 4, lineage)
@@ -44,7 +44,7 @@ def begun(storage: Storage, earlier: int) -> Lineage:
 
 
 def found_by_the_next_start(storage: Storage) -> tuple[int, int] | None:
-    """Its version; nothing that was seen beside it was damaged."""
+    """The version that the next trainer continues from; checks that no checkpoint is damaged."""
     claim(storage)
     store = CheckpointStore(storage.open(), 2)
     with capture_logs() as logs:
@@ -57,7 +57,7 @@ def found_by_the_next_start(storage: Storage) -> tuple[int, int] | None:
 
 
 def before_request(patch: pytest.MonkeyPatch, moment: int, act: Callable[[], object]) -> "itertools.count[int]":
-    """Have ``act`` come before the request of that number; counts them."""
+    """Call ``act`` before request number ``moment``; returns the counter of requests."""
     counted = itertools.count()
 
     def passing(function: Any, *arguments: Any, **options: Any) -> Any:
@@ -73,7 +73,7 @@ def before_request(patch: pytest.MonkeyPatch, moment: int, act: Callable[[], obj
 def upload_with_its_manifest_under_way(
     storage: Storage, lineage: Lineage, failure: BaseException, opened: Any = None
 ) -> Callable[[], None]:
-    """Write step 6, of which the last request did not arrive, when ``failure`` ends it; what lets it arrive."""
+    """Write step 6, but hold back its last request and raise ``failure``; returns what lets the request arrive."""
     under_way: list[Callable[[], object]] = []
     put = obstore.put
 
@@ -111,7 +111,7 @@ def test_cleared_files_never_become_a_checkpoint_whenever_its_manifest_arrives(t
         if next(counted) <= moment:
             break
     assert set(found) == {before, (1, 6)}
-    assert found == sorted(found, key=lambda version: version == before), "the sooner it arrives, the more it counts"
+    assert found == sorted(found, key=lambda version: version == before), "only a manifest that arrives early counts"
 
 
 @pytest.mark.parametrize("earlier", [FIRST, LATER])
@@ -195,7 +195,7 @@ def test_a_directory_that_gets_its_name_while_it_is_cleared(
     staged = root / f"{TEMPORARY_PREFIX}1-step_6"
 
     def half_way(path: Path, **options: Any) -> None:
-        """The late writer's rename comes when the first file is gone."""
+        """Delete one file, then let the late writer rename the directory."""
         if (path / "config.json").exists():
             (path / "config.json").unlink()
             with suppress(FileNotFoundError):

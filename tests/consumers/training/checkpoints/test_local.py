@@ -18,7 +18,7 @@ from tests.consumers.training.checkpoints.damaged_storage import Storage, newest
 
 @dataclass
 class Meanwhile:
-    """A fence that lets its holder pass, though something happens at its ``at``-th look."""
+    """A storage that runs ``act`` when the claims are read for the ``at``-th time, and shows the claims only later."""
 
     act: Callable[[], None]
     at: int
@@ -81,7 +81,7 @@ def test_a_checkpoint_whose_replacement_never_came_is_put_back(local_storage: St
 def test_whoever_forgets_old_checkpoints_late_forgets_nothing_of_a_newer_trainer(
     local_storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has looked at what may go, and now another has written in the place of one of them."""
+    """The old trainer has listed the slots to delete. Then a newer trainer writes to one of them."""
     first = claimed(local_storage)
     for step in (4, 6):
         write(local_storage.open(), step, first)
@@ -171,6 +171,6 @@ def test_the_old_checkpoint_goes_when_the_name_of_the_new_one_is_on_the_disk(
     monkeypatch.setattr(shutil, "rmtree", note_removal)
     write(local_storage.open(), 4, lineage, PolicyVersion(1, 2))
     named = done.index("rename to step_4")
-    # A rename is on the disk once the directory is that holds the name: before that a power failure undoes it.
+    # A rename is durable once its directory is synced. Before that, a power failure undoes it.
     assert done[named - 1] == "rename to .tmp-old-2-step_4"
     assert done[named + 1 : named + 3] == ["sync checkpoints", "remove .tmp-old-2-step_4"]

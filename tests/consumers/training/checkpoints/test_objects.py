@@ -24,7 +24,7 @@ from tests.consumers.training.checkpoints.damaged_storage import (
 )
 
 NO_KEY = {"private_key": "", "private_key_id": "", "client_email": ""}
-"""Of a service account that nobody asks for a signature."""
+"""The key of a service account that never has to sign anything."""
 
 
 def claimed(storage: Storage) -> Lineage:
@@ -74,7 +74,7 @@ LATE = ["config.json", "model.safetensors", "trainer_state/intake.json", "traine
 def test_what_a_superseded_trainer_uploads_late_is_not_taken_for_its_successor_s(
     memory_storage: Storage, name: str
 ) -> None:
-    """The same step of both: a request of the older one arrives before the newer one has its checkpoint, or after."""
+    """Both write the same step. A request of the older one arrives before or after the newer one's checkpoint."""
     write(memory_storage.open(), 4, claimed(memory_storage))
     first = Lineage(1, memory_storage.open())
     write(memory_storage.open(), 6, first)
@@ -183,13 +183,13 @@ def test_who_may_not_delete_trains_on_and_is_told_once(s3_storage: Storage, monk
         for step in (3, 4, 5):
             store.write(state_of(lineage.number, step, PolicyVersion(1, 2)), write_model, lineage)
     assert lineage.number == 2
-    (told,) = logs
-    assert "s3:DeleteObject" in told["problem"]
-    assert "\n" not in told["problem"]
+    (warning,) = logs
+    assert "s3:DeleteObject" in warning["problem"]
+    assert "\n" not in warning["problem"]
     assert newest(s3_storage.open()) == (2, 5)
     assert versions(s3_storage.open()) == [(2, 5), (2, 4), (2, 3), (1, 2)]
     write(s3_storage.open(), 6, lineage, PolicyVersion(1, 2), keep=1)
-    assert versions(s3_storage.open()) == [(2, 6)], "who may delete again does"
+    assert versions(s3_storage.open()) == [(2, 6)], "old checkpoints are deleted once this is allowed again"
 
 
 @pytest.mark.parametrize("location", ["s3://bucket/x", "gs://bucket/x"])
@@ -208,7 +208,7 @@ def test_a_store_that_cannot_be_reached_is_the_users_to_mend(location: str, monk
 def test_a_store_without_credentials_is_the_users_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
-    # Where a machine of Amazon's would give credentials; here nothing listens.
+    # On an Amazon machine, this address gives credentials. Here nothing listens.
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setattr(storage_module, "CHECK_PATIENCE", timedelta(seconds=0.1))
     with pytest.raises(SettingsError, match=r"s3://bucket/x.*127.0.0.1:1.*credentials"):

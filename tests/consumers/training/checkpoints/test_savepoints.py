@@ -69,10 +69,10 @@ def test_a_restore_deletes_nothing(storage: Storage) -> None:
     assert lineage.number == 3
     for step in (4, 6, 8):
         write(storage.open(), step, lineage, PolicyVersion(1, 2), keep=2)
-    # The one it went on from is pruned as ever, what it undid is not.
+    # The checkpoint that the run continued from is pruned as usual. The undone checkpoints are kept.
     assert versions(storage.open()) == [(3, 8), (3, 6), (1, 6), (1, 4)]
     assert newest(storage.open()) == (3, 8)
-    # And back again, to what the first one undid.
+    # A second restore returns to a checkpoint that the first one undid.
     assert restored(storage, "1-6") == {"undone-3-8": (3, 8), "undone-3-6": (3, 6)}
     assert newest(storage.open()) == (1, 6)
 
@@ -86,7 +86,7 @@ def test_whoever_asks_what_a_run_goes_on_from_is_told_of_the_choice(storage: Sto
     model = newest_model(str(storage.open()), tmp_path / "c")
     assert model is not None
     assert "step_2" in str(model)
-    # Undone, and chosen after all: it stands aside in a directory.
+    # This checkpoint was undone and is now chosen. In a directory, it was moved aside.
     restored(storage, "1-4")
     model = newest_model(str(storage.open()), tmp_path / "c")
     assert model is not None
@@ -109,7 +109,7 @@ def test_a_rollback_holds_until_a_newer_lineage_has_a_checkpoint(storage: Storag
     written(storage, 2, 4, 6)
     restored(storage, "4")
     storage.put(1, 4, "model.safetensors", b"damaged")
-    assert newest(storage.open()) == (1, 2), "never one that was undone, damaged or not"
+    assert newest(storage.open()) == (1, 2), "an undone checkpoint is never used, even if the chosen one is damaged"
     lineage = CheckpointStore(storage.open(), 9).claim_lineage(now=0.0)
     write(storage.open(), 6, lineage, PolicyVersion(1, 2), keep=9)
     assert newest(storage.open()) == (3, 6)

@@ -1,4 +1,4 @@
-"""Policies over ranks, forked off a zygote: that saves each the seconds of importing torch and the model's code."""
+"""Policies over several ranks. Ranks are forked from a zygote, which has imported torch and the model's code."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ def open_ranked(root: Path, model: Path, ranks: int, start: StartRank | None = N
 def opened(
     root: Path, model: Path, ranks: int, restored: Any = None, start: StartRank | None = None, **options: Any
 ) -> Iterator[TrainedPolicy]:
-    """A policy; of one rank, as without ranks."""
+    """A policy over ``ranks`` ranks. With one rank, it is a policy without other processes."""
     if ranks == 1:
         yield TrainedPolicy(*_made_of(root, model, ranks, restored, **options))
         return
@@ -52,7 +52,7 @@ def _made_of(
 ) -> tuple[PolicyPaths, AlgorithmSettings, TrainingSettings, int, VerifiedCheckpoint | None]:
     paths = PolicyPaths(str(model), open_storage(root / "checkpoints", root / "cache"), root / "weights")
     options: dict[str, Any] = {"learning_rate": 1e-2, "threads": 1, "weight_decay": 0.01, "max_grad_norm": 1e3}
-    # As in a run, whose section has the settings that features add: a rank is not to trip over them.
+    # As in a run, the section has the settings that features add. A rank must cope with them.
     section = cast("type[TrainingSettings]", Settings.model_fields["training"].annotation)
     settings = section(ranks=ranks, **(options | training))
     return paths, algorithm or AlgorithmSettings(), settings, LENGTH, restored
@@ -73,7 +73,7 @@ def step(policy: TrainedPolicy, batches: Sequence[MicroBatch], deviation: float 
 
 
 def kept(policy: TrainedPolicy, root: Path, lineage: int = 1) -> VerifiedCheckpoint:
-    """A checkpoint of this moment, read again."""
+    """Write a checkpoint of the policy, and read it back."""
     store = CheckpointStore(open_storage(root / "checkpoints", root / "cache"), 2)
     claimed = store.claim_lineage(at_least=lineage, now=0.0)
     policy.checkpoint(manifest_of(claimed.number, policy.step), {}, b"", claimed)

@@ -1,4 +1,4 @@
-"""A rank that is lost ends the trainer with one line, and no rank outlives rank 0."""
+"""A lost rank ends the trainer with a one-line error, and no rank outlives rank 0."""
 
 import socket
 import subprocess
@@ -35,7 +35,7 @@ def test_memory_that_ran_out_on_another_rank_is_the_users_to_mend(tmp_path: Path
     with opened(tmp_path, model_path, 2, start=start) as policy:
         with pytest.raises(UserError, match=r"token_budget.*rank 1 of 2") as told:
             policy.accumulate(make_micro_batch(4))
-        assert not isinstance(told.value, OutOfMemory)  # for which the trainer would split the micro-batch, and wait
+        assert not isinstance(told.value, OutOfMemory)  # for that error the trainer would split the micro-batch
 
 
 def test_a_lost_rank_ends_the_trainer_though_it_idles() -> None:

@@ -1,4 +1,4 @@
-"""Several ranks train as one does, go on from what any number of ranks kept, and end together."""
+"""Several ranks train like one, continue from a checkpoint of any number of ranks, and end together."""
 
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,17 @@ from tests.consumers.training.ranks.team import difference, kept, opened, step
 
 STEPS = 4
 NEAR = 1e-6
-"""Of sums in float32 that are added up in another order."""
+"""Tolerance for float32 sums that are computed in another order."""
 LONG_S = 20.0
 
 
 def batches_of(number: int) -> list[Any]:
-    # Five rows, then one: with several ranks some have none.
+    # Five rows, then one row: with several ranks, some get no row.
     return [make_micro_batch(5, seed=10 * number + 1), make_micro_batch(1, seed=10 * number + 2)]
 
 
 def gradients(moments: Any) -> dict[str, Any]:
-    """After a first step that clipped nothing, the first moment is the gradient times 1 - beta1."""
+    """The first moments. After a first step without clipping, they are the gradient times 1 - beta1."""
     return {name: moments[name] for name in moments if name.endswith(".exp_avg")}
 
 
@@ -47,7 +47,7 @@ def test_a_step_does_not_depend_on_the_number_of_ranks_and_every_rank_makes_the_
     found: dict[int, Any] = {}
     for number in (1, ranks):
         root = tmp_path / str(number)
-        # One rank computes as it does by default.
+        # One rank uses the default options.
         with opened(root, model_path, number, **({} if number == 1 else options)) as policy:
             first = step(policy, batches_of(0))
             moments = gradients(kept(policy, root).state.optimizer)
@@ -58,7 +58,7 @@ def test_a_step_does_not_depend_on_the_number_of_ranks_and_every_rank_makes_the_
     assert several[0] == pytest.approx(one[0], rel=1e-5, abs=1e-7)
     assert difference(one[1], several[1]) <= NEAR
     assert several[2] == pytest.approx(one[2], rel=1e-4, abs=1e-6)
-    # AdamW divides by the size of the gradient: where that is next to nothing, the order of a sum decides a weight.
+    # AdamW divides by the size of the gradient. Where it is nearly 0, the order of a sum changes a weight.
     assert difference(one[3], several[3]) <= 1e-3
     assert one[4].keys() == several[4].keys()
 
@@ -93,7 +93,7 @@ def test_what_sequences_share_is_the_same_over_ranks(tmp_path: Path, model_path:
             moments = kept(policy, tmp_path / str(ranks)).state.optimizer
             found[ranks] = metrics, {each: moments[each] for each in moments}
     assert found[2][0] == pytest.approx(found[1][0], rel=1e-4, abs=1e-6)
-    # Of several updates the later ones begin with weights that differ in their last bits.
+    # If there are several updates, the later ones start from weights that differ in their last bits.
     assert difference(gradients(found[1][1]), gradients(found[2][1])) <= 1e-4
     assert difference(found[1][1], found[2][1]) <= 1e-2
 

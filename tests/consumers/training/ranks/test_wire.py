@@ -1,4 +1,4 @@
-"""What is told arrives as it was, and the end of the other side is noticed."""
+"""Messages arrive unchanged, and each side notices when the other is gone."""
 
 import socket
 from typing import Any

@@ -1,6 +1,6 @@
-"""A process that has torch and the model's code in memory, and forks ranks.
+"""A zygote: a process that has imported torch and the model's code, and forks ranks.
 
-For a process that has taken a gradient, whose forks may not take one: torch forbids it.
+Tests need it because torch does not let a forked process compute gradients if its parent has computed one.
 """
 
 import gc
@@ -21,7 +21,7 @@ from tests.chaos.crashing.points import RANK_VARIABLE
 
 
 class ForkedRank:
-    """As much of ``subprocess.Popen`` as a team needs; it is reaped by whoever forked it."""
+    """The part of ``subprocess.Popen`` that a team needs. The process that forked the rank reaps it."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -43,7 +43,7 @@ STARTED: list[ForkedRank] = []
 
 
 def started_of(pid: int) -> str | None:
-    """When it started, as the system tells it; None once it only waits to be reaped, or is gone."""
+    """The process's start time from ``/proc``; None if the process is gone or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -52,14 +52,14 @@ def started_of(pid: int) -> str | None:
 
 
 def fork_rank(end: socket.socket, instead: Callable[[socket.socket], None] | None = None) -> ForkedRank:
-    """A rank forked from this process, which has taken no gradient yet; ``instead`` of serving as one, it does that."""
+    """Fork a rank from this process, which must not have computed a gradient. It calls ``instead`` if that is given."""
     pid = os.fork()
     if pid == 0:
         try:
             os.environ[RANK_VARIABLE] = "1"
-            gc.freeze()  # a socket of the parent's that is collected here would close the number of one of ours
+            gc.freeze()  # else collecting a socket of the parent here would close a descriptor that is in use
             number = os.dup(end.fileno())
-            # The ends of other ranks' sockets among them, whose closing is to be seen.
+            # Also close the ends of other ranks' sockets, so that their peers notice when they are closed.
             os.closerange(3, number)
             os.closerange(number + 1, 4096)
             from streamrl.consumers.training.ranks.member import serve
@@ -73,7 +73,7 @@ def fork_rank(end: socket.socket, instead: Callable[[socket.socket], None] | Non
 
 @dataclass(frozen=True)
 class Zygote:
-    """The other process."""
+    """The zygote, as the test process sees it."""
 
     wire: socket.socket
     process: "subprocess.Popen[bytes]"
@@ -90,12 +90,12 @@ class Zygote:
 
     def close(self) -> None:
         self.wire.close()
-        self.process.wait(120.0)  # it has torch to take down, beside other tests
+        self.process.wait(120.0)  # unloading torch takes long while other tests run
 
     def start(self, end: socket.socket, act: str = "", nth: int = 0, *, lead: Sequence[str] = ()) -> ForkedRank:
-        """A rank that serves this end; ``act`` is what it does at its nth forward pass of a gradient.
+        """Start a rank that serves this end. ``act``: what it does at the ``nth`` forward pass.
 
-        ``lead``: a directory and a model, of which it is rank 0 instead; see there.
+        ``lead``: a directory and a model; the process then runs the function ``lead`` as rank 0.
         """
         job = {"act": act, "nth": nth, "lead": list(lead)}
         socket.send_fds(self.wire, [json.dumps(job).encode()], [end.fileno()])
@@ -104,7 +104,7 @@ class Zygote:
 
 
 def lead(root: str, model: str, end: socket.socket) -> None:
-    """Rank 0 of two, which leaves the other one in a collective operation, and tells its pid."""
+    """Run rank 0 of two. It leaves rank 1 in a collective operation, and sends the pid of rank 1."""
     from tests.consumers.training.ranks.team import open_ranked
 
     policy = open_ranked(Path(root), Path(model), 2, start=fork_rank)
@@ -114,7 +114,7 @@ def lead(root: str, model: str, end: socket.socket) -> None:
 
 
 def act_at(act: str, nth: int, end: socket.socket) -> None:
-    """Be a rank that does it."""
+    """Serve as a rank that does ``act`` at the ``nth`` forward pass."""
     from streamrl.consumers.training.ranks.member import serve
     from streamrl.consumers.training.step import PolicyLearner
 
@@ -133,12 +133,12 @@ def act_at(act: str, nth: int, end: socket.socket) -> None:
 
 
 def serve_forks(wire: socket.socket) -> None:
-    """Until the other end is gone."""
+    """Fork ranks until the other end is gone."""
     import importlib
 
     for module in ("streamrl.consumers.training.ranks.member", "transformers.models.qwen2.modeling_qwen2"):
         importlib.import_module(module)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a rank's exit code
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for a rank's exit code
     while True:
         data, descriptors, _, _ = socket.recv_fds(wire, 4096, 1)
         if not data:

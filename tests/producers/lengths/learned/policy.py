@@ -1,4 +1,4 @@
-"""A small policy for tests: what a prompt asks for shows in its text, and samples vary around it."""
+"""A small policy for tests. A prompt's text shows its typical length, and samples vary around that length."""
 
 import math
 import random
@@ -28,7 +28,7 @@ def typical(prompt: Prompt) -> float:
 def teach(
     predictor: LearnedLengths, indices: Iterable[int], *, growth: float = 1.0, version: int = 0, limit: int = 10**6
 ) -> None:
-    """Groups one after the other; every fit that begins is waited for, so that tests repeat."""
+    """Let the predictor observe one group after another. Each fit is awaited, so that tests are reproducible."""
     rng = random.Random(version)
     for index in indices:
         prompt = prompt_of(index)

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, always the same, and a tokenizer of letters, as `from_pretrained` reads them."""
+"""Tiny models with fixed random weights and a tokenizer of letters, in the format of `from_pretrained`."""
 
 import string
 from pathlib import Path
