@@ -156,7 +156,7 @@ def _ordered_tracks(state: RunState) -> list[str]:
 
 
 def _trajectories(state: RunState, _now: float) -> list[dict[str, Any]]:
-    return [_row(state, summary) for summary in reversed(state.trajectories.last)]
+    return [_row(state, summary) for summary in state.trajectories.listed()]
 
 
 def _row(state: RunState, summary: TrajectorySummary) -> dict[str, Any]:

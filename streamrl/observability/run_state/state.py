@@ -8,9 +8,11 @@ which checks the accounts of a whole run. Invariants, each with a test of its na
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+
+from cachetools import FIFOCache
 
 from streamrl.bus.port import Record
 from streamrl.observability.run_state.aggregates import (
@@ -20,6 +22,7 @@ from streamrl.observability.run_state.aggregates import (
     EventLog,
     LengthCalibration,
     Rate,
+    RecordPosition,
     StalenessHistogram,
     StepHistory,
     Track,
@@ -49,6 +52,8 @@ SILENT_AFTER_S = 10.0
 FINISHED_PREFIX = "kafka/finished/bucket_"
 SKIPPED_PREFIX = "ledger/skipped/"
 SHOWN_TRAJECTORIES = NEWEST
+UNDECIDED_KEPT = 2000
+"""Trajectories to remember until their fate is known: a few steps of a usual run, and about a megabyte."""
 WORKERS_HELD = 256
 MOST_BUCKETS = 64
 EVENT_EVERY_STEPS = 10
@@ -134,17 +139,40 @@ class ProcessActivity:
 class SampledTrajectories:
     """The trajectories on the topic, and their fates.
 
-    ``buckets``: counts by length bucket. ``bucket_of``: length buckets by partition. ``ends``: sums of the partitions'
-    end offsets, by length bucket; empty if they are not looked up.
+    ``last``: the newest. ``undecided``: those that wait for a fate. ``decided``: those whose fate became known last; in
+    a fast run that is seconds after their record, when ``last`` has only newer ones. ``buckets``: counts by length
+    bucket. ``bucket_of``: length buckets by partition. ``ends``: sums of the partitions' end offsets, by length bucket;
+    empty if they are not looked up.
     """
 
     last: deque[TrajectorySummary] = field(default_factory=lambda: deque(maxlen=SHOWN_TRAJECTORIES))
+    decided: deque[TrajectorySummary] = field(default_factory=lambda: deque(maxlen=SHOWN_TRAJECTORIES))
+    undecided: FIFOCache[RecordPosition, TrajectorySummary] = field(default_factory=lambda: FIFOCache(UNDECIDED_KEPT))
     buckets: Counter[int] = field(default_factory=Counter)
     bucket_of: dict[int, int] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
     calibration: LengthCalibration = field(default_factory=LengthCalibration)
     staleness: StalenessHistogram = field(default_factory=StalenessHistogram)
     fates: TrajectoryFates = field(default_factory=TrajectoryFates)
+
+    def arrived(self, summary: TrajectorySummary) -> None:
+        """Note a trajectory whose fate is not known yet."""
+        position = summary.partition, summary.offset
+        self.last.append(summary)
+        self.undecided[position] = summary
+        self.fates.arrived(position, summary.aged_from)
+
+    def decide(self, positions: Iterable[RecordPosition]) -> None:
+        """Note that the fates of these trajectories became known."""
+        found = (self.undecided.pop(position, None) for position in positions)
+        self.decided.extend(summary for summary in found if summary is not None)
+
+    def listed(self) -> list[TrajectorySummary]:
+        """The trajectories that a display lists: the newest, and for up to half the list those decided last."""
+        newest = list(reversed(self.last))
+        first = newest[: SHOWN_TRAJECTORIES // 2]
+        rest = dict.fromkeys((*reversed(self.decided), *newest[len(first) :]))
+        return [*first, *(summary for summary in rest if summary not in first)][:SHOWN_TRAJECTORIES]
 
 
 @dataclass
@@ -256,10 +284,9 @@ class RunState:
         bucket = self.trajectories.bucket_of[summary.partition] = min(summary.bucket, MOST_BUCKETS - 1)
         self._count_trajectory(at, bucket)
         self.trajectories.calibration.add(summary.predicted, summary.length)
-        self.trajectories.fates.arrived((summary.partition, summary.offset), summary.aged_from)
+        self.trajectories.arrived(summary)
         for part in self.parts:
             part.sampled(summary)
-        self.trajectories.last.append(summary)
         if (track := self._worker_track(summary.worker_id)) is not None:
             track.extend(summary.started_at, summary.finished_at, "generate", summary.newest.number)
 
@@ -367,6 +394,7 @@ class RunState:
         # Step n makes version n from version n - 1, from which its trajectories' ages are counted.
         ages = self.trajectories.fates.trained(positions, report.step, report.version.number - 1)
         self.trajectories.staleness.add(ages)
+        self.trajectories.decide(positions)
         self._phases(report)
         if report.step % EVENT_EVERY_STEPS == 0:
             reward = report.metrics.get("reward")
@@ -397,6 +425,7 @@ class RunState:
             where = row.trajectory_id if row.reason is SkipReason.POISON else None
             self.refusals.skip_causes.setdefault(row.reason.value, SkipCauses()).add(row.detail, where, count)
         self.trajectories.fates.settle((row.partition, row.offset), f"skipped: {row.reason.value}")
+        self.trajectories.decide([(row.partition, row.offset)])
         reason = row.reason.value.replace("_", " ")
         self.log.add(row.sent_at, "warn", f"trajectories skipped at step {row.step}: {reason}", count)
 

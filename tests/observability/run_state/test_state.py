@@ -9,6 +9,7 @@ from streamrl.observability.run_state.state import AWAY_S, CURVES, SHOWN_TRAJECT
 from streamrl.schemas.control import RunFinished
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import RecordRef, SkipReason, WorkerState
+from streamrl.schemas.topics import TRAJECTORIES
 from tests.observability.run_state.made_up_run import MadeUpRun
 from tests.observability.run_state.writing import append, append_letters, paused, topics_of
 from tests.schemas.examples import examples
@@ -60,6 +61,25 @@ def test_every_trajectory_is_counted() -> None:
     )
     assert list(at_once.trajectories.last) == list(one_by_one.trajectories.last)
     assert at_once.progress.step == one_by_one.progress.step
+
+
+def test_half_of_the_list_is_for_trajectories_whose_fate_is_known_when_newer_ones_come_fast() -> None:
+    state = RunState(RUN)
+    written = (each for each in MadeUpRun(BEGIN).happenings() if each.topic is TRAJECTORIES)
+    bus = topics_of(RUN)
+    for happening in itertools.islice(written, 200):
+        append(bus, RUN, happening)
+    for partition in bus.log(f"{RUN}.{TRAJECTORIES.name}").partitions:
+        for record in partition:
+            state.observe_record(record)
+    first, newest = next(iter(state.trajectories.undecided.values())), state.trajectories.last[-1]
+    skipped = examples()["skip"]
+    assert all(row["fate"] == "waiting" for row in snapshot(state, BEGIN)["trajectories"])
+    state.observe_message(skipped.model_copy(update={"partition": first.partition, "offset": first.offset}))
+    listed = state.trajectories.listed()
+    assert len(listed) == len(set(listed)) == SHOWN_TRAJECTORIES
+    assert listed[0] == newest
+    assert listed[SHOWN_TRAJECTORIES // 2] == first
 
 
 def test_a_display_speaks_of_the_moment_until_which_the_run_is_known() -> None:
