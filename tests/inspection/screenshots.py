@@ -29,6 +29,7 @@ from streamrl.inspection.terminal.app import TopApp
 from streamrl.inspection.terminal.command import read_trajectory
 from streamrl.observability.run_state.state import RunState
 from streamrl.schemas.trajectories import Trajectory
+from streamrl.settings.features import run_parts
 from streamrl.settings.loading import load_settings
 from tests.inspection.dashboard.browser import Page, browser_page, chromium
 
@@ -147,7 +148,7 @@ UPWARD, RIGHTWARD = " ▁▂▃▄▅▆▇█", " ▏▎▍▌▋▊▉"
 async def _terminal(run: Path, path: Path) -> None:
     """The first tab of `streamrl top`, with the run's past read."""
     connection = await connect(run, None).with_run()
-    stop, state = asyncio.Event(), RunState(connection.run)
+    stop, state = asyncio.Event(), RunState(connection.run, parts=run_parts(connection.run))
     feed = await feed_of(connection, state, "streamrl-pictures", lambda: 1.0)
     reading = asyncio.create_task(feed.run(stop))
 
