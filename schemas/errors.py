@@ -52,6 +52,12 @@ class BadInput(UserError):
     """Too many received records are bad. The cause is their writer: a reward function or a foreign process."""
 
 
+class NothingToTrain(UserError):
+    """No group in a long row could be trained, so that the run would wait for ever. A restart would not help."""
+
+    exit_code = 4
+
+
 class OutOfMemory(UserError):
     """A computation does not fit into the device's memory.
 

@@ -71,7 +71,7 @@ def credit_group(group: Group, settings: AlgorithmSettings, limits: ModelLimits)
 def skip_reason_of(credit: Credit, settings: AlgorithmSettings) -> tuple[SkipReason, str] | None:
     """Why a group enters no step; None if it does."""
     if (settings.dynamic_sampling or settings.name in PAIRWISE) and credit.deviation == 0.0:
-        return SkipReason.ZERO_ADVANTAGE, "all rewards of the group are equal"
+        return SkipReason.ZERO_ADVANTAGE, f"all rewards of the group are equal: {credit.rewards[0]:g}"
     if not credit.training_samples:
         return SkipReason.FILTERED, credit.left_out[0][1]
     return None

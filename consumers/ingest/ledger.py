@@ -26,7 +26,9 @@ from streamrl.bus.port import Record
 from streamrl.consumers.batching.micro_batches import Group
 from streamrl.consumers.ingest.frontier import Frontier
 from streamrl.consumers.ingest.groups import ClosedGroup, Rejection
+from streamrl.consumers.ingest.limits import LIMITS
 from streamrl.consumers.ingest.rejections import RejectionWriter
+from streamrl.consumers.ingest.skip_streak import SkipStreak
 from streamrl.schemas.errors import LifecycleError
 from streamrl.schemas.identifiers import group_id_of, sample_index_of
 from streamrl.schemas.reports import ENDS_GROUP, RecordRef, SkipReason
@@ -163,7 +165,8 @@ class Ledger:
     ``frontier`` is live: it covers records in the weights in memory, and skipped ones; copy it to store it.
     ``pending_bytes``: bytes of held trajectories, in groups that are incomplete, ready, or handed out and unfinished.
     ``finished_groups``: all groups that have ended; a checkpoint stores it and the frontier of the same moment.
-    ``prompt_cursor``: the position in the prompt source after the last prompt whose group has ended.
+    ``prompt_cursor``: the position in the prompt source after the last prompt whose group has ended. ``skip_streak``
+    counts groups of which nothing was trained.
     """
 
     def __init__(
@@ -174,8 +177,10 @@ class Ledger:
         known_records: Mapping[int, KnownRecord] | None = None,
         prompt_cursor: int = 0,
         finished_groups: FinishedGroups | None = None,
+        skip_streak: SkipStreak | None = None,
     ) -> None:
         self.finished_groups = finished_groups or FinishedGroups()
+        self.skip_streak = skip_streak or SkipStreak(LIMITS.max_skipped_groups)
         self.frontier = frontier
         self.rejections = rejections
         self.known_records = dict(known_records or {})
@@ -274,6 +279,7 @@ class Ledger:
 
         Raises:
             LifecycleError: the samples are finished already.
+            NothingToTrain: too many groups in a row were skipped; this group is finished.
         """
         held = self._held(group.group_id)
         held.remaining -= len(group.samples)
@@ -284,6 +290,11 @@ class Ledger:
         # No await here, so a snapshot sees all of these samples finished, or none.
         for row in rows:
             self.skip(row, group.group_id)
+        if held.remaining == 0 and not held.is_trained:
+            # The rejections of its samples say more than that the group was incomplete.
+            first = next((row for row in held.withheld if reason is SkipReason.GROUP_INCOMPLETE), None)
+            cause = (reason, detail) if first is None else (first.reason, first.detail)
+            self.skip_streak.add(group.group_id, *cause)  # last, since it may raise
 
     def mark_trained(self, refs: Iterable[RecordRef]) -> None:
         """Finish samples of held groups that are now in the weights, and write the withheld rows of ended groups.

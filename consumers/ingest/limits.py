@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from streamrl.schemas.settings import LoopSettings
+
 
 @dataclass(frozen=True, slots=True)
 class IntakeLimits:
@@ -10,7 +12,7 @@ class IntakeLimits:
     ``max_poll_records``: taken from the bus at once. Reading pauses above ``high_water_bytes`` of trajectories in
     memory, and resumes below ``low_water_bytes``. ``max_consecutive_faults``: records in a row that may be undecodable
     or lack a reward, and prompts that may be refused. Among the last 1000: ``max_undecodable_share`` of the records,
-    and ``max_refused_share`` of the prompts.
+    and ``max_refused_share`` of the prompts. ``max_skipped_groups`` and ``max_skipped_steps``: see ``end_after``.
     """
 
     max_poll_records: int = 500
@@ -19,6 +21,16 @@ class IntakeLimits:
     max_consecutive_faults: int = 50
     max_undecodable_share: float = 0.01
     max_refused_share: float = 0.9
+    max_skipped_groups: int = 400
+    max_skipped_steps: int = 20
+
+    def end_after(self, loop: LoopSettings) -> int:
+        """Number of groups skipped in a row that ends the run: generous, since a hard task may have few good groups.
+
+        It is also more than a crash can spoil, which is what was admitted at that time.
+        """
+        steps = self.max_skipped_steps * loop.groups_per_step
+        return max(self.max_skipped_groups, steps, 2 * loop.max_groups_in_flight)
 
     def should_pause(self, paused: bool, held_bytes: int, *, has_ready: bool) -> bool:
         """Whether reading should pause: above the high mark, until below the low one, and only if a group is ready."""

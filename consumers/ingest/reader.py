@@ -27,6 +27,7 @@ from streamrl.consumers.ingest.metrics import IngestMetrics
 from streamrl.consumers.ingest.opening import TopicOpening, Translation, translate
 from streamrl.consumers.ingest.rejections import RejectionWriter, SkipTally
 from streamrl.consumers.ingest.sampling import open_window
+from streamrl.consumers.ingest.skip_streak import SkipStreak
 from streamrl.consumers.ingest.versions import CountedVersions
 from streamrl.schemas.errors import DataLossRefused, LifecycleError, StreamRLError
 from streamrl.schemas.reports import SkipReason
@@ -108,6 +109,7 @@ class TrajectoryReader:
             start.known_records,
             start.prompt_cursor,
             start.finished_groups.copy(),
+            SkipStreak(rules.limits.end_after(rules.loop)),
         )
         self._metrics = IngestMetrics(rules.loop, clock, monotonic)
         self._filter = TrajectoryFilter(rules, versions, self.ledger, self._metrics)

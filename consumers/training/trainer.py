@@ -265,6 +265,7 @@ class Gatherer:
                 session.reader.ledger.mark_skipped(group, *reason)
                 context.failpoint(Failpoint.GROUP_SKIPPED)
                 continue  # it does not count towards the step, which waits for another group instead
+            session.reader.ledger.skip_streak.end()
             gathered.add_group(group, credit)
             context.failpoint(Failpoint.GROUP_CREDITED)
             for batch in session.batcher.hold(credit.training_samples):

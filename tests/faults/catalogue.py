@@ -1157,6 +1157,17 @@ CASES = (
         ),
     ),
     Case(
+        "F3a",
+        "no group can be trained, for example since every reward is equal",
+        "The trainer warns with reasons and an example. It ends after 400 groups in a row, or 20 steps of groups.",
+        "exit code 4 and one line with the reasons, the latest group and what to do",
+        (
+            "consumers/ingest/test_skip_streak.py",
+            "consumers/training/test_trainer.py::"
+            "test_a_trainer_whose_groups_all_have_equal_rewards_ends_and_every_row_is_written",
+        ),
+    ),
+    Case(
         "F4",
         "settings, data, addresses or commands are wrong",
         "One line with the key. Nothing is written.",

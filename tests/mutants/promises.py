@@ -5,6 +5,19 @@ from tests.mutants.mutant import Mutant
 TRAINING = "tests/consumers/training"
 
 PROMISES = (
+    # A run whose rewards are all equal skips every group and never takes a step.
+    Mutant(
+        "60",
+        "a run that finds nothing to train waits for ever",
+        "consumers/ingest/skip_streak.py",
+        "        if self.groups >= self.end_after:\n",
+        "        if self.groups > 1 << 40:\n",
+        (
+            "tests/consumers/ingest/test_skip_streak.py::test_a_run_that_finds_nothing_to_train_ends",
+            f"{TRAINING}/test_trainer.py::"
+            "test_a_trainer_whose_groups_all_have_equal_rewards_ends_and_every_row_is_written",
+        ),
+    ),
     # Whoever has the name trains what is on its topics.
     Mutant(
         "36",

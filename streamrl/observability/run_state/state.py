@@ -7,6 +7,7 @@ which checks the accounts of a whole run. Invariants, each with a test of its na
 - every_trajectory_is_counted: trajectories count even if very many come at once and only some are decoded.
 """
 
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +31,7 @@ from streamrl.observability.run_state.aggregates import (
 )
 from streamrl.observability.run_state.evaluations import EvaluationHistory
 from streamrl.observability.run_state.parts import RunPart
-from streamrl.observability.run_state.skips import SkipCauses, SkipCounts
+from streamrl.observability.run_state.skips import EXAMPLE_LIMIT, SkipCauses, SkipCounts
 from streamrl.observability.run_state.trajectory_summary import NEWEST, TrajectorySummary, sampled, summary_of
 from streamrl.schemas.control import DrainWorker, FlowControl, RunFinished, WeightsReady
 from streamrl.schemas.errors import WireError
@@ -52,6 +53,13 @@ SILENT_AFTER_S = 10.0
 FINISHED_PREFIX = "kafka/finished/bucket_"
 SKIPPED_PREFIX = "ledger/skipped/"
 SHOWN_TRAJECTORIES = NEWEST
+_DIGITS = re.compile(r"\d")
+STALLED_SKIPS, STALLED_S, STALLED_STEPS = 100, 10.0, 5
+"""A run without a step for so many seconds, and for so many usual steps, is stalled if so many trajectories were
+skipped meanwhile.
+"""
+FLAT_STEPS = 10
+"""Steps in a row without any difference between rewards after which a warning says so."""
 UNDECIDED_KEPT = 2000
 """Trajectories to remember until their fate is known: a few steps of a usual run, and about a megabyte."""
 WORKERS_HELD = 256
@@ -179,12 +187,15 @@ class SampledTrajectories:
 class RecordRefusals:
     """Records that were not trained.
 
-    ``skip_causes``: by reason, the shared causes of skips that a user may want to act on. ``dead_letters``: the number
+    ``skip_causes``: by reason, the shared causes of skips that a user may want to act on. ``since_step``: trajectories
+    skipped after the newest step, by reason; ``latest``: the detail of the last of them. ``dead_letters``: the number
     of records on that topic.
     """
 
     skips: SkipCounts = field(default_factory=SkipCounts)
     skip_causes: dict[str, SkipCauses] = field(default_factory=dict)
+    since_step: Counter[str] = field(default_factory=Counter)
+    latest: str = ""
     dead_letters: int = 0
 
 
@@ -320,7 +331,8 @@ class RunState:
                 self.processes.silent.add(worker)
                 self.log.add(now, "bad", f"{worker} is silent: no heartbeat for {SILENT_AFTER_S:.0f} s")
         warning = self.warning(now)
-        if warning is not None and warning != self._warned:
+        # Figures in a warning may grow from one tick to the next: that is no new warning.
+        if warning is not None and (self._warned is None or _DIGITS.sub("", warning) != _DIGITS.sub("", self._warned)):
             self.log.add(now, "bad", warning)
         self._warned = warning
 
@@ -368,7 +380,25 @@ class RunState:
         """One line that tells a user what to do; None: nothing."""
         if self.progress.finished:
             return None
-        return next((text for part in self.parts if (text := part.warning(now)) is not None), None)
+        warnings = (part.warning(now) for part in self.parts)
+        return next((text for text in warnings if text is not None), self._skip_warning(now) or self._reward_warning())
+
+    def _skip_warning(self, now: float) -> str | None:
+        """Why no step is taken, if trajectories arrive and all of them are skipped."""
+        skipped, step_at = self.refusals.since_step, self.progress.step_at
+        if step_at is None or skipped.total() < STALLED_SKIPS:
+            return None
+        pace = self.learning.steps.pace().steps_per_s
+        if now - step_at < max(STALLED_S, STALLED_STEPS / pace if pace else 0.0):
+            return None
+        reasons = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in skipped.most_common())
+        return f"no step for {now - step_at:.0f} s, trajectories skipped since: {reasons}; {self.refusals.latest}"
+
+    def _reward_warning(self) -> str | None:
+        newest = list(self.learning.steps.entries)[-FLAT_STEPS:]
+        if len(newest) < FLAT_STEPS or any(step.metrics.get("frac_reward_zero_std") != 1.0 for step in newest):
+            return None
+        return f"in the last {FLAT_STEPS} steps all samples of each prompt had equal rewards: nothing is learned"
 
     def _step(self, report: StepReport) -> None:
         if report.policy != policy_in(self.run):
@@ -395,6 +425,7 @@ class RunState:
         ages = self.trajectories.fates.trained(positions, report.step, report.version.number - 1)
         self.trajectories.staleness.add(ages)
         self.trajectories.decide(positions)
+        self.refusals.since_step.clear()
         self._phases(report)
         if report.step % EVENT_EVERY_STEPS == 0:
             reward = report.metrics.get("reward")
@@ -426,6 +457,8 @@ class RunState:
             self.refusals.skip_causes.setdefault(row.reason.value, SkipCauses()).add(row.detail, where, count)
         self.trajectories.fates.settle((row.partition, row.offset), f"skipped: {row.reason.value}")
         self.trajectories.decide([(row.partition, row.offset)])
+        self.refusals.since_step[row.reason.value] += count
+        self.refusals.latest = f"{row.group_id or row.trajectory_id or 'a record'}: {row.detail[:EXAMPLE_LIMIT]}"
         reason = row.reason.value.replace("_", " ")
         self.log.add(row.sent_at, "warn", f"trajectories skipped at step {row.step}: {reason}", count)
 

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.consumers.ingest.ledger import CHUNK, FinishedGroups
+from streamrl.consumers.ingest.limits import IntakeLimits
 from streamrl.schemas.trajectories import FinishReason
 from tests.consumers.factories import trajectory
 from tests.consumers.ingest.reader_harness import ReaderHarness, checkpoint, next_group, refs_of
@@ -65,7 +66,8 @@ async def test_every_repeat_is_found_since_every_sample_of_a_closed_group_is_rec
     """After thousands of groups that end without a step, and after a restart as well."""
     harness, count = ReaderHarness(), 1_100
     first = [trajectory("d/0/0", index) for index in range(2)]
-    async with harness.running(harness.reader()) as reader:
+    limits = IntakeLimits(max_skipped_groups=count)
+    async with harness.running(harness.reader(limits=limits)) as reader:
         await harness.publish(*first)
         reader.ledger.mark_trained(refs_of(await next_group(reader)))
         for number in range(1, count):

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from streamrl.bus.port import TopicPartition
 from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.ingest.limits import IntakeLimits
 from streamrl.consumers.ingest.settings import IngestSettings
 from streamrl.consumers.training.checkpoints.store import load_checkpoint
-from streamrl.schemas.errors import IdentityError, SettingsError, Superseded
+from streamrl.schemas.errors import IdentityError, NothingToTrain, SettingsError, Superseded
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import SkipReason
 from streamrl.schemas.trajectories import FinishReason
@@ -205,6 +206,33 @@ async def test_dynamic_sampling_waits_for_groups_that_differ(harness: TrainerHar
         ("p/0/0", SkipReason.ZERO_ADVANTAGE),
         ("p/1/0", SkipReason.ZERO_ADVANTAGE),
     }
+
+
+async def test_a_trainer_whose_groups_all_have_equal_rewards_ends_and_every_row_is_written(
+    harness: TrainerHarness,
+) -> None:
+    limits = IntakeLimits(max_skipped_groups=1, max_skipped_steps=1)
+    end = limits.end_after(LOOP)
+    trainer = harness.trainer(algorithm=AlgorithmSettings(dynamic_sampling=True), limits=limits)
+    for number in range(end):
+        await harness.publish_group(number, (1.0, 1.0))
+    with pytest.raises(NothingToTrain, match=rf"got {end} skipped in a row \({end} zero_advantage\), the latest p/"):
+        await within(trainer.run(asyncio.Event()), 20)
+    assert sorted(skip.group_id or "" for skip in harness.skips()) == sorted(2 * [f"p/{n}/0" for n in range(end)])
+
+
+async def test_groups_that_can_be_trained_end_the_streak_of_skipped_ones(harness: TrainerHarness) -> None:
+    limits = IntakeLimits(max_skipped_groups=1, max_skipped_steps=1)
+    skipped = limits.end_after(LOOP) - 1
+    trainer = harness.trainer(algorithm=AlgorithmSettings(dynamic_sampling=True), limits=limits)
+    async with harness.running(trainer):
+        for step in (1, 2):
+            for number in range(skipped):
+                await harness.publish_group(1000 * step + number, (1.0, 1.0))
+            await harness.until(lambda: len(harness.skips()) == 2 * skipped * step)  # noqa: B023
+            for number in (1, 2):
+                await harness.publish_group(100 * step + number)
+            await harness.until_version(1, step)
 
 
 async def test_samples_left_out_of_a_group_are_skipped_with_the_step_that_trained_the_rest(

@@ -5,10 +5,18 @@ import pytest
 from streamrl.bus.port import Record
 from streamrl.observability.run_state.skips import CAUSES_HELD, EXAMPLE_LIMIT
 from streamrl.observability.run_state.snapshot import snapshot
-from streamrl.observability.run_state.state import AWAY_S, CURVES, SHOWN_TRAJECTORIES, TRAINER, WORKERS_HELD, RunState
+from streamrl.observability.run_state.state import (
+    AWAY_S,
+    CURVES,
+    FLAT_STEPS,
+    SHOWN_TRAJECTORIES,
+    TRAINER,
+    WORKERS_HELD,
+    RunState,
+)
 from streamrl.schemas.control import RunFinished
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.reports import RecordRef, SkipReason, WorkerState
+from streamrl.schemas.reports import RecordRef, SkipReason, StepReport, WorkerState
 from streamrl.schemas.topics import TRAJECTORIES
 from tests.observability.run_state.made_up_run import MadeUpRun
 from tests.observability.run_state.writing import append, append_letters, paused, topics_of
@@ -173,6 +181,51 @@ def test_skips_are_counted_by_reason_and_ranges_count_whole() -> None:
     state.observe_message(row.replace(reason="retention_expired", offset=20, end_offset=120))
     assert state.skipped == {"stale": 1, "retention_expired": 100}
     assert state.trajectories.fates.of((3, 12)) == "skipped: stale"
+
+
+def test_a_run_whose_trajectories_are_all_skipped_says_why_it_takes_no_step() -> None:
+    state, report, skip = RunState(RUN), examples()["step-report"], examples()["skip"]
+    assert isinstance(report, StepReport)
+    report = report.replace(sent_at=BEGIN, policy=None, finished=False)
+    state.observe_message(report)
+    equal = {"reason": SkipReason.ZERO_ADVANTAGE, "detail": "all rewards of the group are equal: 0", "policy": None}
+    for offset in range(99):
+        state.observe_message(skip.replace(offset=offset, sent_at=BEGIN, group_id=f"p/{offset}/0", **equal))
+    assert state.warning(BEGIN + 11) is None
+    state.observe_message(skip.replace(offset=99, sent_at=BEGIN, group_id="p/99/0", **equal))
+    assert state.warning(BEGIN + 9) is None
+    assert state.warning(BEGIN + 11) == (
+        "no step for 11 s, trajectories skipped since: 100 zero advantage; "
+        "p/99/0: all rewards of the group are equal: 0"
+    )
+    state.tick(BEGIN + 11)
+    state.tick(BEGIN + 12)
+    assert [event.level for event in state.log.events].count("bad") == 1
+    following = PolicyVersion(report.version.lineage, report.version.number + 1)
+    state.observe_message(report.replace(sent_at=BEGIN + 12, step=report.step + 1, version=following))
+    assert state.warning(BEGIN + 60) is None
+
+
+def test_a_run_whose_rewards_are_all_equal_says_that_it_learns_nothing() -> None:
+    state, report = RunState(RUN), examples()["step-report"]
+    assert isinstance(report, StepReport)
+    for step in range(1, FLAT_STEPS + 1):
+        assert state.warning(BEGIN) is None
+        metrics = {"reward": 0.0, "frac_reward_zero_std": 1.0}
+        version = PolicyVersion(1, step)
+        state.observe_message(
+            report.replace(sent_at=BEGIN, policy=None, finished=False, step=step, version=version, metrics=metrics)
+        )
+    assert (
+        state.warning(BEGIN) == "in the last 10 steps all samples of each prompt had equal rewards: nothing is learned"
+    )
+    version, metrics = PolicyVersion(1, FLAT_STEPS + 1), {"frac_reward_zero_std": 0.9}
+    state.observe_message(
+        report.replace(
+            sent_at=BEGIN, policy=None, finished=False, step=version.number, version=version, metrics=metrics
+        )
+    )
+    assert state.warning(BEGIN) is None
 
 
 def test_causes_of_skips_stay_bounded() -> None:
