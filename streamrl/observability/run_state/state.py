@@ -32,6 +32,7 @@ from streamrl.observability.run_state.aggregates import (
 from streamrl.observability.run_state.evaluations import EvaluationHistory
 from streamrl.observability.run_state.parts import RunPart
 from streamrl.observability.run_state.skips import EXAMPLE_LIMIT, SkipCauses, SkipCounts
+from streamrl.observability.run_state.stalls import waiting_for
 from streamrl.observability.run_state.trajectory_summary import NEWEST, TrajectorySummary, sampled, summary_of
 from streamrl.schemas.control import DrainWorker, FlowControl, RunFinished, WeightsReady
 from streamrl.schemas.errors import WireError
@@ -54,10 +55,10 @@ FINISHED_PREFIX = "kafka/finished/bucket_"
 SKIPPED_PREFIX = "ledger/skipped/"
 SHOWN_TRAJECTORIES = NEWEST
 _DIGITS = re.compile(r"\d")
-STALLED_SKIPS, STALLED_S, STALLED_STEPS = 100, 10.0, 5
-"""A run without a step for so many seconds, and for so many usual steps, is stalled if so many trajectories were
-skipped meanwhile.
-"""
+STALLED_S, STALLED_STEPS = 120.0, 5
+"""Seconds without a step, and number of usual steps in that time, after which a warning says what the run waits for."""
+STALLED_SKIPS, SKIPPING_S = 100, 10.0
+"""If so many trajectories were skipped since the last step, the warning comes after fewer seconds and says why."""
 FLAT_STEPS = 10
 """Steps in a row without any difference between rewards after which a warning says so."""
 UNDECIDED_KEPT = 2000
@@ -381,15 +382,20 @@ class RunState:
         if self.progress.finished:
             return None
         warnings = (part.warning(now) for part in self.parts)
-        return next((text for text in warnings if text is not None), self._skip_warning(now) or self._reward_warning())
+        return next((text for text in warnings if text is not None), self._stall_warning(now) or self._reward_warning())
 
-    def _skip_warning(self, now: float) -> str | None:
-        """Why no step is taken, if trajectories arrive and all of them are skipped."""
+    def _stall_warning(self, now: float) -> str | None:
+        """Why no step is taken: all trajectories are skipped, or what the run waits for."""
         skipped, step_at = self.refusals.since_step, self.progress.step_at
-        if step_at is None or skipped.total() < STALLED_SKIPS:
-            return None
         pace = self.learning.steps.pace().steps_per_s
-        if now - step_at < max(STALLED_S, STALLED_STEPS / pace if pace else 0.0):
+        if step_at is None or now - step_at < (STALLED_STEPS / pace if pace else 0.0):
+            return None
+        if skipped.total() < STALLED_SKIPS:
+            if now - step_at < STALLED_S:
+                return None
+            cause = waiting_for(self.progress.mode, self.living_workers(now), sum(self.lag.values()))
+            return f"no step for {now - step_at:.0f} s: {cause}"
+        if now - step_at < SKIPPING_S:
             return None
         reasons = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in skipped.most_common())
         return f"no step for {now - step_at:.0f} s, trajectories skipped since: {reasons}; {self.refusals.latest}"

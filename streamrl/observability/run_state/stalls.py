@@ -1,0 +1,25 @@
+"""What a run without a new step waits for, in words. Pure."""
+
+from collections.abc import Sequence
+
+from streamrl.schemas.reports import Heartbeat, WorkerState
+
+
+def waiting_for(mode: str, workers: Sequence[Heartbeat], lag: int) -> str:
+    """What keeps the next step away.
+
+    ``mode``: of the run, as the coordinator announced it. ``workers``: the last heartbeats of the living ones. ``lag``:
+    trajectories on the topic that the trainer has not finished.
+    """
+    if mode != "run":
+        return {"pause": "the run is paused; streamrl resume continues it", "drain": "the run is drained"}[mode]
+    if not workers:
+        return "no worker is alive; look at their logs, or start one: streamrl worker --run RUN"
+    if all(beat.state is WorkerState.STARTING for beat in workers):
+        return f"all workers still load the model: {', '.join(beat.worker_id for beat in workers)}"
+    if running := sum(beat.running for beat in workers):
+        speed = sum(beat.tokens_per_s for beat in workers)
+        return f"workers sample {running:,} completions at {speed:,.0f} tokens/s"
+    if lag:
+        return f"the trainer has {lag:,} trajectories: it computes, or their groups are incomplete"
+    return "workers have nothing to sample; look at the logs of dispatcher and trainer"
