@@ -116,7 +116,7 @@ def _explain_error(error: ValidationError, given: SettingsLayers | None) -> str:
     ranks = {"extra_forbidden": 0, "missing": 2}
     first, *others = sorted(error.errors(include_url=False), key=lambda one: ranks.get(one["type"], 1))
     location = tuple(str(part) for part in first["loc"])
-    key = ".".join(location)
+    key = ".".join(_removed(location, first["input"]) or location)
     origin = given.origin(location) if given else ""
     more = f" ({len(others)} more)" if others else ""
     message = first["msg"].removeprefix("Value error, ")
@@ -141,6 +141,12 @@ def _explain_error(error: ValidationError, given: SettingsLayers | None) -> str:
             return f"setting {key}: {message}{origin}{more}"
         case _:
             return f"setting {key}: {message}, got {_got(location, first['input'])}{origin}{more}"
+
+
+def _removed(location: Key, value: object) -> Key | None:
+    """The first removed setting in a section that is not known, for example of a feature that is not installed."""
+    names = value if isinstance(value, dict) else ()
+    return next(((*location, name) for name in names if ".".join((*location, name)) in REMOVED), None)
 
 
 def _got(location: Key, value: object) -> str:

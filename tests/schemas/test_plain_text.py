@@ -1,6 +1,6 @@
 import json
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from streamrl.schemas.plain_text import plain_json, plain_lines, plain_text
@@ -18,6 +18,7 @@ def test_what_a_terminal_would_obey_is_written_out() -> None:
 
 
 @given(st.text(st.characters(codec=None)))
+@example(HOSTILE)
 def test_printed_text_cannot_control_the_terminal(text: str) -> None:
     assert plain_text(text).isprintable()
     encoded = plain_json(json.dumps({"t": text}, ensure_ascii=False))

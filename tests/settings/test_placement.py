@@ -65,12 +65,6 @@ def test_eight_devices_go_to_the_trainer_and_to_as_many_workers_as_fit() -> None
         "worker-1": "3,4",
         "worker-2": "5,6",
     }
-    assert visible(8, "--run.workers=1", "--run.standby_trainers=1") == {
-        **on_cpu,
-        "trainer": "0",
-        "standby-0": "0",  # a standby uses the device of the trainer that it takes over from
-        "worker-0": "1",
-    }
     assert visible(8, "--training.device=cpu", "--run.workers=2") | on_cpu == {
         **on_cpu,
         "trainer": "",
