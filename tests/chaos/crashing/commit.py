@@ -75,7 +75,7 @@ SAVED = (
     *around("the fence", "streamrl.consumers.training.checkpoints.catalogue:Lineage.check", 2 * KEPT),
     *around("the checkpoint gets its name", "pathlib:Path.rename", 1, r"checkpoints/step_4$"),
     *around("syncing the name", f"{LOCAL}sync", KEPT + 1, r"checkpoints$"),
-    *around("forgetting old checkpoints", f"{CHECKPOINT}CheckpointStore._forget_old", KEPT + 1),
+    *around("pruning old checkpoints", f"{CHECKPOINT}CheckpointStore._prune", KEPT + 1),
     CrashPoint("the checkpoint written", "checkpoint_written", nth=KEPT),
 )
 ANNOUNCED = (

@@ -58,12 +58,29 @@ def arm(point: CrashPoint, may: Callable[[], bool] = lambda: True) -> None:
         _replace(BUILD_LEADING, lambda build: _watching(build, failpoint))
 
 
-def _replace(target: str, change: Callable[[Any], Any]) -> None:
+def check_target(point: CrashPoint) -> None:
+    """Raise, as ``arm`` does, if the code has no such function or failpoint."""
+    if ":" in point.target:
+        holder, name = _found(point.target)
+        getattr(holder, name)
+    else:
+        from streamrl.consumers.training.failpoints import Failpoint
+
+        Failpoint(point.target)
+
+
+def _found(target: str) -> tuple[Any, str]:
+    """The module or class that has the function, and the function's name."""
     module_name, _, path = target.partition(":")
     holder: Any = importlib.import_module(module_name)
     *parents, name = path.split(".")
     for parent in parents:
         holder = getattr(holder, parent)
+    return holder, name
+
+
+def _replace(target: str, change: Callable[[Any], Any]) -> None:
+    holder, name = _found(target)
     setattr(holder, name, change(getattr(holder, name)))
 
 

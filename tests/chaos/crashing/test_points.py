@@ -9,13 +9,14 @@ import pytest
 
 from streamrl.deploy.local.supervisor import ChildSpec
 from tests.chaos.crashing import elsewhere
-from tests.chaos.crashing.commit import POINTS
+from tests.chaos.crashing.commit import POINTS, POINTS_OF_RANKS, RANK_DIES
 from tests.chaos.crashing.lives import missing, with_points
-from tests.chaos.crashing.points import CrashPoint, arm
+from tests.chaos.crashing.points import CrashPoint, arm, check_target
 from tests.chaos.runs.inside import COMMAND
 
 pytestmark = pytest.mark.processes
 
+EVERY = (*POINTS, *POINTS_OF_RANKS, *RANK_DIES, *elsewhere.ALL)
 SCRIPT = """
 from tests.chaos.crashing.points import CrashPoint, arm
 arm(CrashPoint("x", "tests.pipeline.letter_reward:share_of_a", {moment!r}, 2))
@@ -35,6 +36,11 @@ def test_a_process_kills_itself_at_the_nth_call(moment: str) -> None:
 def test_a_point_in_code_that_is_gone_is_an_error() -> None:
     with pytest.raises(AttributeError):
         arm(CrashPoint("x", "tests.pipeline.letter_reward:no_such_function", "before", 1))
+
+
+@pytest.mark.parametrize("point", {point.target: point for point in EVERY}.values(), ids=lambda point: point.target)
+def test_every_point_is_in_code_that_exists(point: CrashPoint) -> None:
+    check_target(point)
 
 
 def test_there_are_at_least_25_points_and_each_has_a_name_of_its_own() -> None:
