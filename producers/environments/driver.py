@@ -3,11 +3,14 @@
 Invariants, each with a test of its name:
 - groups_in_flight_are_bounded: no more groups are being played or untrained than admission would allow;
 - a_failed_episode_leaves_its_group: the other episodes are compared without it. If a single one is left and the
-  algorithm learns nothing from it, it is dropped, too.
+  algorithm learns nothing from it, it is dropped, too;
+- an_environment_that_always_fails_ends_the_run: with the reason of its last failure. Time-outs do not count, since a
+  policy that is away for long causes them, too.
 """
 
 import asyncio
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -20,7 +23,9 @@ from streamrl.bus.waiting import end_tasks, wait_for_event
 from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispatch
 from streamrl.producers.environments.episodes import LOAD_ONLY
 from streamrl.producers.environments.following import GroupAccounts, GroupFollower
+from streamrl.producers.environments.made_up_policy import made_up_policy
 from streamrl.producers.environments.settings import FUNCTION, EnvironmentSettings
+from streamrl.producers.rewards.child import timeout_reason
 from streamrl.producers.rewards.runner import RewardQueue, ScoreRequest, packed_request
 from streamrl.schemas.environments import Endpoint
 from streamrl.schemas.errors import UserError
@@ -31,6 +36,8 @@ log = structlog.get_logger()
 
 POLL_S = 0.5
 RETRY_S = 1.0
+MAX_FAILED_IN_A_ROW = 64
+"""Failed episodes of one environment in a row that end the run, as failed rewards do (``IntakeLimits``)."""
 LOG_EVERY = 16
 """Groups between two log lines."""
 
@@ -62,6 +69,35 @@ class PlayedGroups:
 
 
 @dataclass
+class EpisodeFailures:
+    """Failed episodes in a row, by environment. ``timed_out``: the reason that does not count."""
+
+    timed_out: str
+    in_a_row: Counter[str] = field(default_factory=Counter)
+    latest: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, reason: str | None) -> None:
+        """Note an episode that was played (None), or why it failed."""
+        if reason is None:
+            self.in_a_row[name] = 0
+        elif reason != self.timed_out:
+            self.in_a_row[name] += 1
+            self.latest[name] = reason
+
+    def check(self, name: str) -> None:
+        """Raise if too many failed.
+
+        Raises:
+            UserError: the environment's last ``MAX_FAILED_IN_A_ROW`` episodes failed.
+        """
+        if (failed := self.in_a_row[name]) >= MAX_FAILED_IN_A_ROW:
+            raise UserError(
+                f"expected episodes of environment {name} that can be played, got {failed} in a row that failed, the "
+                f"latest: {self.latest[name]}; correct the environment (streamrl run --dry-run plays an episode)"
+            )
+
+
+@dataclass
 class Environments:
     """The environments' process, one per run. ``learns_alone``: whether the algorithm learns from a single episode.
 
@@ -79,9 +115,11 @@ class Environments:
     policies: Callable[[], PolicyDispatch] = OnePolicyDispatch
     counts: PlayedGroups = field(default_factory=PlayedGroups)
     accounts: GroupAccounts = field(init=False)
+    failures: EpisodeFailures = field(init=False)
     _room: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
+        self.failures = EpisodeFailures(timeout_reason(self.settings.episode_timeout_s))
         self.accounts = GroupAccounts(
             frozenset(dataset_of(name) for name in self.settings.names), self._max_groups, self.policies()
         )
@@ -92,7 +130,8 @@ class Environments:
         Consumes: trainers' reports on the groups' fates (``GroupFollower``).
         Produces: episodes on the gateway, and their rewards.
         Waits for: room under the staleness bound; the gateway.
-        On failure: raises ``UserError`` if an environment cannot be loaded; a failed episode is counted.
+        On failure: raises ``UserError`` if an environment cannot be loaded, or if its episodes always fail; a failed
+        episode is counted.
         On stop: cancels running episodes.
         """
         queues = {name: RewardQueue(FUNCTION, name, self.settings.process_settings()) for name in self.settings.names}
@@ -129,6 +168,7 @@ class Environments:
         try:
             while True:
                 self.on_tick("environments")
+                self.failures.check(name)
                 if self.counts.under_way >= self._max_groups:
                     self._room.clear()
                     await wait_for_event(self._room, POLL_S)
@@ -163,10 +203,7 @@ class Environments:
         results = dict(zip(sessions, await asyncio.gather(*map(played, sessions)), strict=True))
         rewards = {session: reward for session, (reward, _) in results.items() if reward is not None}
         for _, reason in results.values():
-            if reason is not None:
-                self.counts.errors += 1
-                if self.counts.errors.bit_count() == 1:
-                    log.warning("an episode failed", environment=name, reason=reason, failed=self.counts.errors)
+            self._count_episode(name, reason)
         kept = bool(rewards) and (len(rewards) > 1 or self.learns_alone)
         if kept and await self._deliver(name, stem, rewards, http):
             self.counts.played += 1
@@ -178,6 +215,14 @@ class Environments:
         else:
             self.counts.failed += 1
             self._room.set()
+
+    def _count_episode(self, name: str, reason: str | None) -> None:
+        """Count an episode that was played, or failed for this reason."""
+        self.failures.add(name, reason)
+        if reason is not None:
+            self.counts.errors += 1
+            if self.counts.errors.bit_count() == 1:
+                log.warning("an episode failed", environment=name, reason=reason, failed=self.counts.errors)
 
     async def _deliver(self, name: str, stem: str, rewards: Mapping[str, float], http: aiohttp.ClientSession) -> bool:
         """Send the rewards of all sessions of a group; whether they were accepted. Waits while the gateway is down."""
@@ -208,18 +253,27 @@ class Environments:
         self._room.set()
 
 
-async def try_environments(settings: EnvironmentSettings) -> None:
-    """Load each environment in a process of its own, as a run does at its start, without playing an episode.
+async def try_environments(settings: EnvironmentSettings) -> dict[str, float]:
+    """Load each environment in a process of its own, as a run does, and play one episode with a made-up policy.
+
+    Returns the reward of each environment's episode.
 
     Raises:
-        UserError: one cannot be loaded.
+        UserError: one cannot be loaded, or its episode fails.
     """
-    for name in settings.names:
-        queue = RewardQueue(FUNCTION, name, settings.process_settings())
-        try:
-            await _load(settings, name, queue)
-        finally:
-            await queue.close()
+    rewards: dict[str, float] = {}
+    async with made_up_policy() as endpoint:
+        for name in settings.names:
+            queue = RewardQueue(FUNCTION, name, settings.process_settings())
+            try:
+                await _load(settings, name, queue)
+                reward, reason = await queue.call(_request(settings, name, 0, endpoint))
+            finally:
+                await queue.close()
+            if reward is None:
+                raise UserError(f"expected an episode of {name} that can be played, got: {reason}; correct it")
+            rewards[name] = reward
+    return rewards
 
 
 async def _load(settings: EnvironmentSettings, name: str, queue: RewardQueue) -> None:

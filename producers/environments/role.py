@@ -71,8 +71,8 @@ def build_environments(settings: "Settings", context: "ProcessContext") -> "Role
 def _processes(settings: "Settings") -> Sequence[ChildProcess]:
     if not _environments_of(settings).names:
         return []
-    # Without work orders, the environments may be the only source of trajectories.
-    return [ChildProcess("environments", "environments", optional=not settings.data.requests_only)]
+    # A run that trained only on its prompts would not be what the user asked for.
+    return [ChildProcess("environments", "environments")]
 
 
 def _check_settings(settings: "Settings") -> None:
@@ -89,9 +89,11 @@ async def _try_out(settings: "Settings") -> str | None:
     if not wanted.names:
         return None
     from streamrl.producers.environments.driver import try_environments
+    from streamrl.producers.environments.made_up_policy import ANSWER
 
-    await try_environments(wanted)
-    return f"{', '.join(wanted.names)}: loaded, nothing was played"
+    rewards = await try_environments(wanted)
+    played = ", ".join(f"{name} {reward:g}" for name, reward in rewards.items())
+    return f"one episode of each was played with a made-up policy that says {ANSWER!r}; rewards: {played}"
 
 
 FEATURE = Feature(

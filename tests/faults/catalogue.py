@@ -1168,6 +1168,16 @@ CASES = (
         ),
     ),
     Case(
+        "F3b",
+        "every episode of an environment fails",
+        "The run ends after 64 failures in a row; time-outs do not count. The dry run plays an episode.",
+        "exit code 2 and one line with the environment and its last reason",
+        (
+            "producers/environments/test_driver.py::test_an_environment_that_always_fails_ends_the_run",
+            "producers/environments/test_role.py::test_the_dry_run_finds_an_environment_whose_step_raises",
+        ),
+    ),
+    Case(
         "F4",
         "settings, data, addresses or commands are wrong",
         "One line with the key. Nothing is written.",

@@ -5,6 +5,15 @@ from tests.mutants.mutant import Mutant
 TRAINING = "tests/consumers/training"
 
 PROMISES = (
+    # An environment whose every step raises plays no episode, and the run waits for ever.
+    Mutant(
+        "61",
+        "failed episodes do not count",
+        "producers/environments/driver.py",
+        "            self.in_a_row[name] += 1\n",
+        "            self.in_a_row[name] += 0\n",
+        ("tests/producers/environments/test_driver.py::test_an_environment_that_always_fails_ends_the_run",),
+    ),
     # A run whose rewards are all equal skips every group and never takes a step.
     Mutant(
         "60",

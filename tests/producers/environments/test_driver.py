@@ -9,7 +9,13 @@ from typing import Any, Literal
 import pytest
 
 from streamrl.policies.dispatching import SeveralPolicyDispatch
-from streamrl.producers.environments.driver import Door, Environments, dataset_of
+from streamrl.producers.environments.driver import (
+    MAX_FAILED_IN_A_ROW,
+    Door,
+    Environments,
+    EpisodeFailures,
+    dataset_of,
+)
 from streamrl.producers.environments.settings import EnvironmentSettings
 from streamrl.schemas.control import Control, InstanceState, Served
 from streamrl.schemas.errors import UserError
@@ -59,6 +65,22 @@ class Fails:
         from streamrl.schemas.environments import EnvironmentStep
 
         return EnvironmentStep(reward=1.0, done=True)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class Raises:
+    """An environment whose every step raises."""
+
+    tools: tuple[()] = ()
+    request: dict[str, Any] = {"max_tokens": 4}
+
+    async def reset(self, task: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": "go"}]
+
+    async def step(self, reply: Any) -> Any:
+        raise KeyError("no such piece")
 
     async def close(self) -> None:
         """Nothing is held."""
@@ -145,6 +167,30 @@ async def test_a_failed_episode_leaves_its_group(tmp_path: Path) -> None:
         assert {one.num_generations for one in it.trajectories} == {2}
         assert {one.dataset for one in it.trajectories} == {dataset_of(own)}
         assert role.counts.errors == 2
+
+
+async def test_an_environment_that_always_fails_ends_the_run(tmp_path: Path) -> None:
+    own = "tests.producers.environments.test_driver:Raises"
+    loop = LOOP.model_copy(update={"num_generations": 4})
+    async with running_gateway(tmp_path, tokenizer=TextTokenizer()) as it, patience(30):
+        await until(lambda: bool(it.gateway.address))
+        with pytest.raises(UserError, match=r"got 64 in a row that failed, the latest: .*no such piece"):
+            await role_of(it, own, loop=loop).run(asyncio.Event())
+        assert not it.trajectories
+
+
+def test_time_outs_and_single_failures_end_no_run() -> None:
+    failures = EpisodeFailures("timed out after 3 s")
+    for _ in range(4):
+        for _ in range(MAX_FAILED_IN_A_ROW - 1):
+            failures.add("guess", "it broke")
+        for _ in range(MAX_FAILED_IN_A_ROW):
+            failures.add("guess", "timed out after 3 s")
+            failures.add("other", "it broke")
+        failures.check("guess")
+        failures.add("guess", None)
+    with pytest.raises(UserError, match="of environment other that can be played, got 256 in a row"):
+        failures.check("other")
 
 
 async def test_an_environment_that_cannot_be_loaded_ends_the_process_with_its_reason(tmp_path: Path) -> None:

@@ -43,21 +43,32 @@ def test_environments_have_a_key_of_their_own_for_the_runs_gateway(settings: Set
         build_role("environments", settings, context)
 
 
-def test_without_prompts_a_run_does_not_go_on_without_its_environments(settings: Settings) -> None:
+def test_a_run_does_not_go_on_without_its_environments(settings: Settings) -> None:
     tree = settings.model_dump(mode="json", exclude_none=True)
     tree |= {"environments": {"names": ["guess"]}, "gateway": {"enabled": True}}
-    for data, optional in ((tree["data"], True), ({"requests_only": True}, False)):
+    for data in (tree["data"], {"requests_only": True}):
         wanted = validated(tree | {"data": data})
         _, environments = [one for feature in features() for one in feature.processes.started(wanted)]
-        assert environments == ChildProcess("environments", "environments", optional=optional)
+        assert environments == ChildProcess("environments", "environments")
 
 
 @pytest.mark.processes
-async def test_environments_are_made_on_trial(settings: Settings) -> None:
+async def test_the_dry_run_plays_an_episode_of_each_environment(settings: Settings) -> None:
     tree = settings.model_dump(mode="json", exclude_none=True) | {"gateway": {"enabled": True}}
     wanted = validated(tree | {"environments": {"names": ["calculator", "guess"]}})
-    assert await FEATURE.start.try_out(wanted) == "calculator, guess: loaded, nothing was played"
+    said = await FEATURE.start.try_out(wanted)
+    policy = "a made-up policy that says 'I do not know.'"
+    assert said == f"one episode of each was played with {policy}; rewards: calculator 0, guess 0"
     assert await FEATURE.start.try_out(settings) is None
+
+
+@pytest.mark.processes
+async def test_the_dry_run_finds_an_environment_whose_step_raises(settings: Settings) -> None:
+    tree = settings.model_dump(mode="json", exclude_none=True) | {"gateway": {"enabled": True}}
+    broken = "tests.producers.environments.test_driver:Raises"
+    wanted = validated(tree | {"environments": {"names": [broken]}})
+    with pytest.raises(UserError, match=r"an episode of tests.*Raises that can be played, got: .*no such piece"):
+        await FEATURE.start.try_out(wanted)
     wrong = {"names": ["guess"], "options": {"guess": {"number": 3}}}
     with pytest.raises(UserError, match="options that environment guess accepts"):
         await FEATURE.start.try_out(validated(tree | {"environments": wrong}))
