@@ -79,9 +79,9 @@ def split(
     bootstrap_servers: Servers = None,
     reason: Reason = "operator",
 ) -> None:
-    """Assign shares of a running run's groups to instances, whose policies sample them.
+    """Assign shares of a run's groups to instances.
 
-    The served policy samples the rest. Workers are assigned in proportion; each follows one policy's weights.
+    Their policies sample these shares. The served policy samples the rest. Workers are assigned in proportion; each follows one policy's weights.
     """
     from streamrl.policies.role_splitting import shares_in
     from streamrl.policies.role_splitting import split as assign_shares
