@@ -81,7 +81,8 @@ def split(
 ) -> None:
     """Assign shares of a run's groups to instances.
 
-    Their policies sample these shares. The served policy samples the rest. Workers are assigned in proportion; each follows one policy's weights.
+    Their policies sample these shares. The served policy samples the rest. Workers are assigned in proportion; each
+    follows one policy's weights.
     """
     from streamrl.policies.role_splitting import shares_in
     from streamrl.policies.role_splitting import split as assign_shares
