@@ -333,13 +333,20 @@ def tail(
 def status(run: LiveRun = None, bootstrap_servers: Servers = None, as_json: AsJson = False) -> None:
     """Show the state of a run: step, workers, lag, skips.
 
-    It prints version, step, workers, lag by length bucket, and trajectories in flight, trained and skipped.
+    It prints version, step, workers, lag by length bucket, and trajectories in flight, trained and skipped. If the run
+    has ended and its broker is stopped, it prints the figures that the run wrote at its end.
     """
-    from streamrl.inspection.diagnostics.connect import connect
-    from streamrl.inspection.diagnostics.status import show_status
+    from streamrl.inspection.diagnostics.connect import BrokerStopped, connect
+    from streamrl.inspection.diagnostics.status import show_finished, show_status
 
     log_to_stderr()
-    raise typer.Exit(show_status(connect(run, bootstrap_servers), as_json=as_json))
+    try:
+        connection = connect(run, bootstrap_servers)
+    except BrokerStopped as stopped:
+        if not stopped.past.directory.summary.is_file():
+            raise
+        raise typer.Exit(show_finished(stopped.past, as_json=as_json)) from None
+    raise typer.Exit(show_status(connection, as_json=as_json))
 
 
 def lag(

@@ -26,6 +26,14 @@ from streamrl.settings.tree import Settings
 CLIENT_ID = "streamrl-look"
 
 
+class BrokerStopped(UserError):
+    """The run's own broker is stopped. ``past``: the run's directory and settings."""
+
+    def __init__(self, message: str, past: PastRun) -> None:
+        super().__init__(message)
+        self.past = past
+
+
 @dataclass(frozen=True)
 class RunConnection:
     """A broker and a run. ``run`` empty: not known yet. ``settings`` None: only the broker was named.
@@ -119,6 +127,7 @@ def connect(run: Path | None, servers: str | None) -> RunConnection:
 
     Raises:
         UserError: there is no such run, or no broker.
+        BrokerStopped: the run is here, and its own broker is stopped.
     """
     if run is None:
         return _connect_to_broker(servers, "")
@@ -129,7 +138,7 @@ def connect(run: Path | None, servers: str | None) -> RunConnection:
     named, own = servers or past.settings.kafka.bootstrap_servers, own_broker(past.directory)
     address = named or own or running_bootstrap_servers()
     if address is None:
-        raise UserError(_without_broker(run, past))
+        raise BrokerStopped(_without_broker(run, past), past)
     # The data folder, and so the command to start it again, is known only for the run's own broker.
     data = past.directory.kafka if address == own else None
     return RunConnection(_at(past.settings.kafka, address), past.name, past.settings, data)
