@@ -308,8 +308,10 @@ def _calculator(run: str) -> Example:
 
 
 def _smollm2(run: str) -> Example:
+    from streamrl.init.precision import faster_dtype
     from streamrl.init.smollm2 import ANSWER_PATTERN, MAX_COMPLETION_TOKENS, ensure_smollm2, rows
 
+    dtype, measured = faster_dtype(), "the faster of float32 and bfloat16 on this processor, as measured"
     head = (
         "SmolLM2-135M-Instruct learns sums of two or three digits, offline, on two CPU cores.",
         f"    streamrl run --dry-run {CONFIG}     # checks everything and starts nothing",
@@ -331,7 +333,8 @@ def _smollm2(run: str) -> Example:
         *_learning(max_steps=100, learning_rate=1e-5, checkpoint_every=50),
         Entry("training.warmup_steps", 5),
         Entry("training.threads", 2, "the trainer has ten times the worker's work"),
-        Entry("training.dtype", "bfloat16", "the trainer's own weights are float32"),
+        Entry("training.dtype", dtype, measured),
+        Entry("generation.dtype", dtype, measured),
         Entry(
             "evaluation.function", "streamrl.init.smollm2:evaluate_held_out", "on 256 questions that are not trained"
         ),
