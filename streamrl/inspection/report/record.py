@@ -198,7 +198,9 @@ def rows_of(lines: Iterable[Mapping[str, Any]]) -> StepTable:
         spans += found
         # A step's line has the time of its end, so the run started before its first line.
         began = min([began, float(at) - metrics.get("time/step", 0.0), *(span.start for span in found)])
-        # Steps that a resumed trainer takes again replace the undone ones.
+        # Steps that a resumed trainer takes again replace the undone ones, whose weights' evaluations are undone, too.
+        if kept and kept[-1][0] >= step:
+            evaluations = {at_step: result for at_step, result in evaluations.items() if at_step < step}
         while kept and kept[-1][0] >= step:
             kept.pop()
         kept.append((step, float(at), metrics))

@@ -12,19 +12,33 @@ OVERALL = "eval/pass@1"  # over all sets of prompts
 
 @dataclass
 class EvaluationHistory:
-    """The newest ``MOST`` evaluations, by ascending step. A repeated step replaces itself and all later ones."""
+    """The newest ``MOST`` evaluations, by ascending step. A repeated step replaces itself and all later ones.
+
+    ``continues``: the version that the newest lineage continues from.
+    """
 
     rows: list[tuple[PolicyVersion, Mapping[str, float]]] = field(default_factory=list)
+    continues: PolicyVersion | None = None
+    lineage: int = 0
 
     def add(self, report: EvaluationReport) -> bool:
         """Take a report; returns whether it is new. A late report of an older lineage is not."""
-        if self.rows and report.version <= self.rows[-1][0]:
+        if self._is_undone(report.version) or (self.rows and report.version <= self.rows[-1][0]):
             return False
         while self.rows and self.rows[-1][0].number >= report.version.number:
             self.rows.pop()
         self.rows.append((report.version, report.metrics))
         del self.rows[:-MOST]
         return True
+
+    def start_lineage(self, lineage: int, parent: PolicyVersion) -> None:
+        """Drop the evaluations of weights that a new lineage undoes: it continues from ``parent``."""
+        if lineage > self.lineage:
+            self.lineage, self.continues = lineage, parent
+            self.rows = [row for row in self.rows if not self._is_undone(row[0])]
+
+    def _is_undone(self, version: PolicyVersion) -> bool:
+        return self.continues is not None and version.lineage < self.lineage and version.number > self.continues.number
 
     @property
     def newest(self) -> Mapping[str, float]:

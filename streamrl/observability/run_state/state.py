@@ -419,6 +419,8 @@ class RunState:
             progress.finished = report.finished
         elif report.version.lineage != progress.version.lineage:
             progress.finished = False  # the run continues; while another policy is served, its last step ends nothing
+        if report.parent is not None:
+            self.learning.evaluations.start_lineage(report.version.lineage, report.parent)
         progress.version, progress.algorithm = report.version, report.algorithm
         progress.step, progress.step_at = report.step, report.sent_at
         taken = self.learning.steps.add(report)

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.inspection.report.record import TrainerSpan, read_rows, rows_of
+from streamrl.schemas.evaluation import EVALUATED
 
 
 def line(step: int, at: float, **more: object) -> dict[str, object]:
@@ -16,6 +17,14 @@ def test_a_resumed_trainer_takes_its_steps_back() -> None:
     assert rows.column("reward") == [1.0, 5.0]
     assert rows.times == (1.0, 10.0)
     assert rows.seconds == 10.0
+
+
+def test_evaluations_of_undone_weights_are_left_out() -> None:
+    done = [line(step, step) for step in range(1, 5)]
+    results = [line(step, step + 0.5, **{EVALUATED: f"1-{step}", "eval/pass@1": step / 10}) for step in (0, 2, 4)]
+    rows = rows_of([*done, *results, line(3, 20), line(2, 1, **{EVALUATED: "1-2", "eval/pass@1": 0.3})])
+    assert rows.steps == (1, 2, 3)
+    assert [(step, metrics["eval/pass@1"]) for step, metrics in rows.evaluations] == [(0, 0.0), (2, 0.3)]
 
 
 def test_a_run_begins_with_its_first_span() -> None:
