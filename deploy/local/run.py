@@ -288,7 +288,9 @@ async def _train_until(
     fleet = None
     if settings.run.max_workers is not None:
         fleet = Fleet(bus, settings.run.name, supervisor, making.worker, settings.run.workers, settings.run.max_workers)
-    progress: Progress = partial(show_progress, state, settings.training.max_steps, supervisor.restarts)
+    # A trainer elsewhere continues without this start, and its clock may differ.
+    since = time.time() if settings.run.trainer else 0.0
+    progress: Progress = partial(show_progress, state, settings.training.max_steps, supervisor.restarts, since)
     if top:
         progress = partial(watch, directory, address, secrets, progress)
     rotation = LogRotation(directory.logs)

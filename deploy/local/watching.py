@@ -119,8 +119,13 @@ def _step_text(figures: Mapping[str, Value], max_steps: int) -> str:
     return f"step {figures['step']}/{max_steps}" + (f"  {span_text(left)} left" if left else "")
 
 
-def plain_line(state: RunState, max_steps: int, now: float) -> str:
-    """A line with step, reward, throughput, staleness, lag per bucket and version per worker."""
+def plain_line(state: RunState, max_steps: int, now: float, since: float = 0.0) -> str:
+    """A line with step, reward, throughput, staleness, lag per bucket and version per worker.
+
+    ``since``: time of the run's start. Until its trainer reports, the topics tell only of earlier starts.
+    """
+    if (before := _resuming(state, since)) is not None:
+        return before
     figures, workers = live_figures(state, now), state.living_workers(now)
     lag = " ".join(f"b{bucket}:{count}" for bucket, count in state.lag.items()) or "-"
     held = " ".join(f"{beat.worker_id}@{beat.weights}" for beat in workers) or (
@@ -134,13 +139,24 @@ def plain_line(state: RunState, max_steps: int, now: float) -> str:
     )
 
 
+def _resuming(state: RunState, since: float) -> str | None:
+    """What to show while the topics tell only of a start before ``since``."""
+    if state.progress.step_at is None or state.progress.step_at >= since:
+        return None
+    return f"resuming: the last start ended after step {state.progress.step}; its trainer restores a checkpoint"
+
+
 def _warning(state: RunState, now: float) -> str:
     warning = state.warning(now)
     return "" if warning is None else f"  {warning}"
 
 
-def live_view(state: RunState, max_steps: int, restarts: Mapping[str, int], now: float) -> RenderableType:
-    """The progress as a table for a terminal."""
+def live_view(
+    state: RunState, max_steps: int, restarts: Mapping[str, int], now: float, since: float = 0.0
+) -> RenderableType:
+    """The progress as a table for a terminal. ``since``: see ``plain_line``."""
+    if (before := _resuming(state, since)) is not None:
+        return Text(before, style="bold")
     figures = live_figures(state, now)
     head = Text.assemble(
         (f"{_step_text(figures, max_steps)}  ", "bold"),
@@ -165,8 +181,10 @@ def live_view(state: RunState, max_steps: int, restarts: Mapping[str, int], now:
     return Group(head, table, Text(f"lag  {lag or '-'}", style="dim"), *([warning] if warning else []))
 
 
-async def show_progress(state: RunState, max_steps: int, restarts: Mapping[str, int], stop: asyncio.Event) -> None:
-    """Show the state and the numbers of restarts until stopped.
+async def show_progress(
+    state: RunState, max_steps: int, restarts: Mapping[str, int], since: float, stop: asyncio.Event
+) -> None:
+    """Show the state and the numbers of restarts until stopped. ``since``: see ``plain_line``.
 
     Consumes: the state, which others update. Produces: text on standard output.
     Waits for: the next refresh. On failure: raises. On stop: shows the last state and returns.
@@ -175,10 +193,10 @@ async def show_progress(state: RunState, max_steps: int, restarts: Mapping[str, 
         # Only this task draws: rich's automatic refresh is a thread, and the state belongs to the event loop.
         with Live(auto_refresh=False) as live:
             while not await wait_for_event(stop, REFRESH_S):
-                live.update(live_view(state, max_steps, restarts, time.time()), refresh=True)
+                live.update(live_view(state, max_steps, restarts, time.time(), since), refresh=True)
             # A last refresh, so that the terminal keeps the last state.
             live.update(live_view(state, max_steps, restarts, time.time()), refresh=True)
         return
     while not await wait_for_event(stop, LINE_EVERY_S):
-        print(plain_line(state, max_steps, time.time()), flush=True)
+        print(plain_line(state, max_steps, time.time(), since), flush=True)
     print(plain_line(state, max_steps, time.time()), flush=True)

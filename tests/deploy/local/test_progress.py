@@ -17,6 +17,18 @@ def test_the_plain_line_names_reward_lag_staleness_and_the_version_of_each_worke
         assert part in line
 
 
+def test_a_resumed_run_shows_nothing_old_as_present() -> None:
+    state, console = RunState("run"), Console(width=200, file=StringIO())
+    state.observe_message(report(1, 450).replace(sent_at=90.0))
+    line = plain_line(state, 403, 101.0, since=100.0)
+    assert line == "resuming: the last start ended after step 450; its trainer restores a checkpoint"
+    with console.capture() as shown:
+        console.print(live_view(state, 403, {}, 101.0, since=100.0))
+    assert shown.get().strip() == line
+    state.observe_message(report(2, 400).replace(sent_at=102.0))
+    assert "step 400/403" in plain_line(state, 403, 103.0, since=100.0)
+
+
 def test_before_the_first_step_there_is_no_reward() -> None:
     assert "step 0/10  reward -  " in plain_line(RunState("run"), 10, 0.0)
     console = Console(width=200, file=StringIO())
