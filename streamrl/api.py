@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from streamrl.bus.history import History
 from streamrl.bus.waiting import in_thread
 from streamrl.inspection.source import PastRun, history_of, open_run
-from streamrl.schemas.errors import UserError
+from streamrl.schemas.errors import SettingsError, UserError
 from streamrl.schemas.evaluation import EVALUATED
 from streamrl.schemas.extras import require_extra
 from streamrl.schemas.settings import UNSET
@@ -122,14 +122,14 @@ def settings_of(source: Source, overrides: Mapping[str, Any]) -> Settings:
     Raises:
         SettingsError: an unknown key, a wrong value, or sections that contradict each other.
     """
-    changes = _tree_of(overrides)
+    changes = _importable(_tree_of(overrides))
     if isinstance(source, Settings):
         # These settings are complete, so neither a file nor the environment is read again.
         return validated(merged(source.model_dump(), changes))
     # Passed as on a command line, so that they override files and variables and are parsed by the same code.
     arguments = [f"--{change}" for change in _as_arguments(changes)]
     if isinstance(source, Mapping):
-        return load_settings(None, arguments, dict(source))
+        return load_settings(None, arguments, _importable(source))
     return load_settings(None if source is None else Path(source), arguments)
 
 
@@ -387,6 +387,27 @@ def _as_arguments(tree: Tree) -> Iterator[str]:
             plain = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
             text = UNSET if value is None else tomli_w.dumps({"value": plain}).partition("=")[2].strip()
             yield f"{section}.{key}={text}"
+
+
+def _importable(value: Any, key: str = "") -> Any:
+    """The same value with import paths in place of functions.
+
+    Raises:
+        SettingsError: a function that processes of the run cannot import.
+    """
+    if isinstance(value, Mapping):
+        return {name: _importable(each, f"{key}.{name}" if key else str(name)) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_importable(each, key) for each in value]
+    if not callable(value):
+        return value
+    name, module = getattr(value, "__qualname__", ""), getattr(value, "__module__", "")
+    if module in ("__main__", "", None) or not all(part.isidentifier() for part in name.split(".")):
+        raise SettingsError(
+            f"expected a function that the run's processes can import for {key}, got {name or value!r} of "
+            f"{module or 'no module'}; move it to a module, and pass it or its import path, such as my_rewards:exact"
+        )
+    return f"{module}:{name}"
 
 
 def _is_in_event_loop() -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import structlog
 
 from streamrl.datasets import Example, TrajectoryDataset
+from streamrl.inspection.diagnostics.connect import connect
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.trajectories import total_reward
 from streamrl.streaming import From
@@ -37,7 +38,8 @@ class StreamedRollouts:
         run: see ``streamrl.stream``.
         group: consumer group; a restarted trainer continues after its last commit.
         num_generations: the run's ``loop.num_generations``, which TRL's configuration must share.
-        reward_weights: weights by reward name; 1 for rewards that are not named.
+        reward_weights: weights by reward name, 1 for rewards that are not named; None: those of the run's settings, or
+            1 for each, with a warning, if the run's directory is not on this machine.
         rank: rank of this training process.
         world_size: number of training processes.
         start: ``committed`` continues after the group's last commit, or at the earliest record if it has none;
@@ -63,7 +65,7 @@ class StreamedRollouts:
             run, group=group, rank=rank, world_size=world_size, start=start, bootstrap_servers=bootstrap_servers
         )
         self._num_generations = num_generations
-        self._weights = reward_weights or {}
+        self._run, self._servers, self._weights = run, bootstrap_servers, reward_weights
         self._groups: Iterator[list[Example]] | None = None
 
     def __call__(self, prompts: Sequence[Any], trainer: Any = None) -> Rollouts:
@@ -81,6 +83,9 @@ class StreamedRollouts:
                 f"expected a multiple of {size} completions per process, because groups of {size} are kept whole, got "
                 f"{len(prompts)}; set per_device_train_batch_size and steps_per_generation accordingly"
             )
+        if self._weights is None:
+            self._weights = _weights_of(self._run, self._servers)
+        weights = self._weights
         if self._groups is None:
             self._groups = complete_groups(self._examples, size)
         found = [example for _ in range(len(prompts) // size) for example in next(self._groups)]
@@ -88,11 +93,19 @@ class StreamedRollouts:
             "prompt_ids": [example["prompt_ids"].tolist() for example in found],
             "completion_ids": [example["completion_ids"].tolist() for example in found],
             "logprobs": [example["sampling_per_token_logps"].tolist() for example in found],
-            "streamed_reward": [reward_of(example["rewards"], self._weights) for example in found],
+            "streamed_reward": [reward_of(example["rewards"], weights) for example in found],
             "group_id": [example["group_id"] for example in found],
             "version": [example["version"] for example in found],
             "trajectory_id": [example["trajectory_id"] for example in found],
         }
+
+
+def _weights_of(run: str | Path, servers: str | None) -> Mapping[str, float]:
+    """The reward weights in the run's settings; empty, with a warning, if they are not on this machine."""
+    found = connect(Path(run) if str(run) else None, servers)
+    if found.settings is None:
+        log.warning("reward weights are not known, each reward counts 1: name the run's directory, or reward_weights")
+    return found.reward_weights
 
 
 def streamed_reward(completions: Sequence[Any], streamed_reward: Sequence[float | None], **_: Any) -> list[Any]:

@@ -22,6 +22,7 @@ from streamrl.schemas.errors import SettingsError, UserError
 from streamrl.schemas.topics import TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
 from streamrl.settings.run_directory import RunDirectory
+from tests.pipeline.letter_reward import share_of_a
 from tests.pipeline.local_run import write_config
 from tests.pipeline.tiny_model import save_tiny_model
 from tests.progress import patience
@@ -48,6 +49,15 @@ def test_settings_come_from_a_file_a_mapping_or_settings_with_overrides_on_top(t
         settings_of(path, {"loop__max_stalenes": 1})
     with pytest.raises(UserError, match="section__key"):
         settings_of(path, {"loop": 1})
+
+
+def test_a_reward_function_is_named_by_its_import_path() -> None:
+    tree = {"model": {"path": "m"}, "data": {"path": "p"}, "run": {"name": "x"}, "rewards": {"functions": [share_of_a]}}
+    path = "tests.pipeline.letter_reward:share_of_a"
+    assert settings_of(tree, {}).rewards.functions == (path,)
+    assert settings_of(tree, {"rewards__functions": [share_of_a, "a:b"]}).rewards.functions == (path, "a:b")
+    with pytest.raises(SettingsError, match=r"can import for rewards\.functions, got .*<lambda>.* such as my_rewards"):
+        settings_of(tree, {"rewards": {"functions": [lambda completions: [0.0]]}})
 
 
 def test_a_run_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def example(group: int, index: int, size: int = 2, **changes: Any) -> Example:
 
 
 def fed(examples: list[Example], **options: Any) -> StreamedRollouts:
-    rollouts = StreamedRollouts("run", group="trl", **{"num_generations": 2} | options)
+    rollouts = StreamedRollouts(**{"run": "run", "group": "trl", "num_generations": 2, "reward_weights": {}, **options})
     rollouts._examples = examples
     return rollouts
 
@@ -44,6 +44,23 @@ def test_whole_groups_come_in_the_shape_that_trl_wants() -> None:
     extra = {name: column for name, column in found.items() if name not in REQUIRED}
     assert streamed_reward(prompts=["any"] * 4, completions=[""] * 4, **extra) == [0.0, 1.0, 0.0, 1.0]
     assert rollouts(["any"] * 2)["group_id"] == ["p/2/0", "p/2/0"]
+
+
+def test_rewards_are_weighted_as_in_the_run_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "cache"))
+    config = tmp_path / "run.toml"
+    config.write_text(
+        '[run]\nname = "weighted"\n[model]\npath = "m"\n[data]\npath = "p.jsonl"\n'
+        '[rewards]\nfunctions = ["a:exact", "a:format"]\nweights = [1.0, 0.2]\n'
+    )
+    both = [example(0, index) | {"rewards": {"exact": 1.0, "format": 1.0}} for index in range(2)]
+    options = {"run": config, "bootstrap_servers": "b:2", "reward_weights": None}
+    assert fed(both, **options)(["any"] * 2)["streamed_reward"] == [1.2, 1.2]
+    assert fed(both, **options | {"run": "elsewhere"})(["any"] * 2)["streamed_reward"] == [2.0, 2.0]
+    own = {"exact": 0.5, "format": 0.0}
+    assert fed(both, **options | {"reward_weights": own})(["any"] * 2)["streamed_reward"] == [0.5, 0.5]
 
 
 def test_repeats_make_no_group_twice_and_what_cannot_be_trained_is_left_out() -> None:
