@@ -36,7 +36,7 @@ from streamrl.producers.gateway.sessions import SessionBook
 from streamrl.producers.generation.outbox import Outbox
 from streamrl.schemas.codec import TURNS_HEADER
 from streamrl.schemas.errors import BusError, UserError, WireError
-from streamrl.schemas.identifiers import SERVED_POLICY, make_trajectory_id
+from streamrl.schemas.identifiers import SERVED_POLICY, PolicyVersion, make_trajectory_id
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.trajectories import Trajectory, TrajectoryPart
 
@@ -199,13 +199,15 @@ class FeedbackStore:
         self._db.execute("INSERT OR IGNORE INTO completions VALUES (?, ?, ?, ?, ?, ?, ?)", row)
         self.counts.kept += 1
 
-    def reward(self, call_id: str, key: str, by_choice: Mapping[int, float]) -> dict[str, Any]:
+    def reward(self, call_id: str, key: str, by_choice: Mapping[int, float], trainable_from: int = 0) -> dict[str, Any]:
         """Record rewards of a completion; the answer to the feedback, with all rewards so far.
+
+        ``trainable_from``: number of the oldest weights whose completions the trainer still takes.
 
         Raises:
             ApiError: the completion is unknown, another key's, or too old, or has other rewards.
         """
-        query = "SELECT ended_at, state, choices, rewards FROM completions WHERE id = ? AND key = ?"
+        query = "SELECT ended_at, state, choices, rewards, body FROM completions WHERE id = ? AND key = ?"
         found = self._db.execute(query, (call_id, key)).fetchone()
         if found is None:
             alone = f", or was the only completion of its prompt: {self.lone_refusal}" if self.lone_refusal else ""
@@ -217,7 +219,7 @@ class FeedbackStore:
                 param="id",
                 code="completion_not_found",
             )
-        ended_at, state, choices, text = found
+        ended_at, state, choices, text, body = found
         known = {int(choice): reward for choice, reward in json.loads(text).items()}
         if max(by_choice) >= choices:
             raise invalid("choice", f"expected a choice below {choices}, got {max(by_choice)}")
@@ -228,6 +230,15 @@ class FeedbackStore:
             if state != _OPEN or self.clock() - ended_at > self.timeout_s:
                 late = f"expected feedback within {self.timeout_s:g} s of the completion's end, got it later"
                 raise ApiError(410, late, param="id", code="feedback_window_closed")
+            oldest = min(one.oldest_version for one in unpacked(body))
+            if oldest.number < trainable_from:
+                raise ApiError(
+                    410,
+                    "expected feedback while the trainer takes the completion's weights, got it too late: it was sampled "
+                    f"by {oldest}, and step {trainable_from} is the oldest that is trained (loop.max_staleness)",
+                    param="id",
+                    code="completion_stale",
+                )
             known |= news
             state = _REWARDED if len(known) == choices else _OPEN
             self.counts.rewarded += len(news)
@@ -307,7 +318,7 @@ class FeedbackDesk:
     Invariant the_store_closes_after_its_last_operation: one operation runs at a time; ``close`` waits for it, runs the
     accepted operations that still wait, and then closes the file.
 
-    ``trained_as``: the served policy, which rewarded completions train.
+    ``trained_as``: the served policy, which rewarded completions train. ``newest``: its newest announced weights.
     """
 
     store: FeedbackStore
@@ -315,6 +326,7 @@ class FeedbackDesk:
     topic: str
     book: SessionBook
     trained_as: str = field(init=False, default=SERVED_POLICY)
+    newest: PolicyVersion | None = field(init=False, default=None)
     _constrained: "FIFOCache[str, str]" = field(default_factory=lambda: FIFOCache(REMEMBERED_CONSTRAINED))
     _pending: "list[tuple[Callable[[], Any], asyncio.Future[Any]]]" = field(default_factory=list)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -329,6 +341,10 @@ class FeedbackDesk:
     def train(self, policy: str) -> None:
         """Note which policy is served: completions rewarded from now on train it."""
         self.trained_as = policy
+
+    def announce(self, version: PolicyVersion) -> None:
+        """Note new weights of the served policy."""
+        self.newest = version
 
     def keep(self, running: RunningCall) -> None:
         """Keep a finished call. Returns at once; the disk has it soon after."""
@@ -359,7 +375,8 @@ class FeedbackDesk:
                 "its tokens were sampled from those that fit the format only, so the trainer's probabilities differ",
                 "completion_constrained",
             )
-        return await self._record(lambda: self.store.reward(call_id, key, by_choice))
+        trainable_from = 0 if self.newest is None else self.newest.number - self.loop.staleness_bound
+        return await self._record(lambda: self.store.reward(call_id, key, by_choice, trainable_from))
 
     async def reward_turn(self, call_id: str, key: str, by_choice: Mapping[int, float]) -> dict[str, Any] | None:
         """Like ``reward``, for a call of an open session, which is only in memory; None if there is no such call."""

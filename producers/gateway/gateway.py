@@ -30,7 +30,7 @@ from streamrl.producers.gateway.sessions import SessionBook
 from streamrl.producers.gateway.settings import GatewaySettings
 from streamrl.producers.generation.outbox import Outbox
 from streamrl.producers.lengths.predictor import ObservedQuantiles
-from streamrl.schemas.control import Control
+from streamrl.schemas.control import Control, WeightsReady
 from streamrl.schemas.errors import BusError
 from streamrl.schemas.messages import Message
 from streamrl.schemas.reports import Heartbeat
@@ -191,6 +191,8 @@ class Gateway:
             if isinstance(message, Control):
                 policies.observe(message)
                 self.desk.train(policies.trained)
+                if isinstance(message, WeightsReady):
+                    self.desk.announce(message.version)
 
     async def _messages(self, topic: Topic, start: Start, lost: str) -> AsyncIterator[Message]:
         while True:

@@ -15,7 +15,7 @@ import pytest
 from streamrl.producers.gateway.feedback import FeedbackDesk, FeedbackStore
 from streamrl.producers.gateway.refusals import ApiError
 from streamrl.producers.gateway.sessions import SessionBook
-from streamrl.schemas.control import Served
+from streamrl.schemas.control import Served, WeightsReady
 from streamrl.schemas.errors import BusUnavailable, UserError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.settings import LoopSettings
@@ -29,7 +29,7 @@ from tests.producers.gateway.gateway_harness import (
     ScriptedEngine,
     running_gateway,
 )
-from tests.schemas.examples import trajectory
+from tests.schemas.examples import examples, trajectory
 
 BOOK = SessionBook(CharacterTokenizer(), timeout_s=100, max_open=1)
 """Of a gateway without sessions."""
@@ -73,6 +73,23 @@ async def test_feedback_is_told_which_policy_it_trains(tmp_path: Path) -> None:
         await send_control(it.bus, RUN, Served(sequence=1, sent_at=0.0, policy="second", since=PolicyVersion(1, 0)))
         await until(lambda: it.gateway.desk.trained_as == "second")
         assert (await reward(it, call_id, reward=1.5)).json()["trained_as"] == "second"
+
+
+async def test_feedback_that_comes_too_late_to_be_trained_is_refused(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path) as it:
+        first, second = [(await it.chat()).json()["id"] for _ in range(2)]
+        ready, bound = examples()["control-weights-ready"], it.gateway.desk.loop.staleness_bound
+        assert isinstance(ready, WeightsReady)
+        for number, call_id, status in ((bound, first, 200), (bound + 1, second, 410), (bound + 2, first, 200)):
+            version = PolicyVersion(1, number)
+            await send_control(it.bus, RUN, ready.replace(sequence=number, version=version))
+            await until(lambda: it.gateway.desk.newest == version)  # noqa: B023
+            answer = await reward(it, call_id, reward=1.5)
+            assert answer.status_code == status
+            if status == 410:
+                assert answer.json()["error"]["code"] == "completion_stale"
+                assert "sampled by 1-0, and step 1 is the oldest that is trained" in answer.text
+        await until(lambda: len(it.trajectories) == 1)
 
 
 async def test_choices_of_a_prompt_are_a_group(tmp_path: Path) -> None:
