@@ -234,8 +234,8 @@ class FeedbackStore:
             if oldest.number < trainable_from:
                 raise ApiError(
                     410,
-                    "expected feedback while the trainer takes the completion's weights, got it too late: it was sampled "
-                    f"by {oldest}, and step {trainable_from} is the oldest that is trained (loop.max_staleness)",
+                    "expected feedback while the trainer takes the completion's weights, got it too late: it was "
+                    f"sampled by {oldest}, and step {trainable_from} is the oldest that is trained (loop.max_staleness)",
                     param="id",
                     code="completion_stale",
                 )
