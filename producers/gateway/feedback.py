@@ -235,7 +235,7 @@ class FeedbackStore:
                 raise ApiError(
                     410,
                     "expected feedback while the trainer takes the completion's weights, got it too late: it was "
-                    f"sampled by {oldest}, and step {trainable_from} is the oldest that is trained (loop.max_staleness)",
+                    f"sampled by {oldest}, and step {trainable_from} is the oldest that is trained",
                     param="id",
                     code="completion_stale",
                 )
