@@ -184,6 +184,19 @@ def encode(message: Message) -> bytes:
     return frame
 
 
+def size_of_part(part: BaseModel, max_items: int) -> int:
+    """Bytes that a value takes inside a header.
+
+    Raises:
+        FrameTooLarge: it has more than ``max_items`` values.
+        ValueError, OverflowError: msgpack cannot hold one of its values.
+    """
+    packed: bytes = msgpack.packb(part, default=_fields_of)
+    if len(packed) > _SMALL_HEADER:
+        refuse_too_many_items(packed, max_items)
+    return len(packed)
+
+
 def encode_token_chunk(
     trajectory_id: str,
     worker_id: str,
@@ -426,7 +439,8 @@ def _check_texts(kind: _Kind, size: int) -> None:
 def _fields_of(part: Any) -> Any:
     if not isinstance(part, BaseModel):
         raise TypeError(f"expected a field that msgpack can carry, got {type(part).__name__}")
-    return part.__dict__
+    # Fields beyond those of the class, where the class keeps them.
+    return {**part.__dict__, **part.__pydantic_extra__} if part.__pydantic_extra__ else part.__dict__
 
 
 def _refuse_ext(code: int, _data: bytes) -> Any:

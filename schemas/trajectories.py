@@ -29,7 +29,10 @@ class Part(BaseModel):
 
 
 class ChatTurn(Part):
-    """One turn of a conversational prompt."""
+    """One turn of a conversational prompt, with all that the data has in it, such as ``tool_calls`` and ``name``."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, JsonValue]
 
     role: ShortText
     content: Annotated[str, Field(max_length=1 << 20)]
@@ -38,13 +41,21 @@ class ChatTurn(Part):
 class Prompt(Part):
     """One task for the policy, with the columns that its reward functions need.
 
-    ``content`` is plain text, or chat turns that the worker renders with the model's chat template.
+    ``content`` is plain text, or chat turns that the worker renders with the model's chat template. ``stated`` is the
+    prompt as it stands in the data, in the same form, if the settings word it otherwise for the model.
     """
 
     prompt_id: ShortText
     dataset: ShortText
     content: Annotated[str, Field(max_length=1 << 20)] | tuple[ChatTurn, ...]
     columns: dict[str, JsonValue] = Field(default_factory=dict)
+    stated: Annotated[str, Field(max_length=1 << 20)] | tuple[ChatTurn, ...] | None = None
+
+    @property
+    def tools(self) -> list[JsonValue]:
+        """The tools that the chat template describes to the model: the column of that name; empty without one."""
+        tools = self.columns.get("tools")
+        return [] if isinstance(self.content, str) or not isinstance(tools, list) else tools
 
     @property
     def text(self) -> str:

@@ -31,7 +31,7 @@ from streamrl.consumers.algorithms.shelf import algorithm_of
 from streamrl.consumers.ingest.limits import LIMITS
 from streamrl.consumers.ingest.sampling import open_window
 from streamrl.producers.generation.prompt_survey import PromptSurvey, survey
-from streamrl.producers.prompts.sources import PASS_SIZE, open_source
+from streamrl.producers.prompts.sources import PASS_SIZE, StoredSource, open_source
 from streamrl.producers.rewards.trial import RewardTrial, try_rewards
 from streamrl.schemas.errors import ModelError, RewardLoadError, StreamRLError, UserError
 from streamrl.schemas.extras import require_extra
@@ -193,7 +193,10 @@ def fails_too_often(trial: RewardTrial, settings: Settings) -> bool:
 
 
 class SampledPrompts:
-    """The first prompts of a run, which are a random sample of its data. ``total``: all prompts of one pass."""
+    """The first prompts of a run, which are a random sample of its data.
+
+    ``total``: prompts in one pass over the data. ``left_out``: how many rows are left out, and why; empty if none is.
+    """
 
     def __init__(self, settings: Settings) -> None:
         """Open the data.
@@ -201,7 +204,8 @@ class SampledPrompts:
         Raises:
             UserError: the data cannot be opened.
         """
-        self._source = open_source(settings.data, run_seed=settings.run.seed)
+        self._source = open_source(settings.data, run_seed=settings.run.seed, rewards=settings.rewards.functions)
+        self.left_out = self._source.left_out if isinstance(self._source, StoredSource) else ""
         self.total = len(self._source) if isinstance(self._source, Sized) else PASS_SIZE
 
     def first(self, most: int, patience_s: float, monotonic: Callable[[], float] = time.monotonic) -> Iterator[Prompt]:
@@ -283,7 +287,8 @@ def checked(settings: Settings, *, resumed: bool = False) -> list[str]:
             "for details: streamrl run --dry-run"
         )
     asyncio.run(_check_rewards(settings, sample[:REWARD_ROWS]))
-    return [f"{refused} will be refused and skipped: {found.causes()}"] if found.refused else []
+    warnings = [f"data: {prompts.left_out}"] if prompts.left_out else []
+    return [*warnings, f"{refused} will be refused and skipped: {found.causes()}"] if found.refused else warnings
 
 
 async def _try_features(settings: Settings) -> None:

@@ -159,7 +159,7 @@ def build_dispatcher(settings: Settings, context: ProcessContext) -> "Dispatcher
         run_name=settings.run.name,
         loop=settings.loop,
         settings=settings.dispatch,
-        source=open_source(settings.data, run_seed=settings.run.seed),
+        source=open_source(settings.data, run_seed=settings.run.seed, rewards=settings.rewards.functions),
         predictor=build_predictor(
             settings.lengths,
             settings.loop,

@@ -68,7 +68,8 @@ def _held_out(settings: "Settings") -> "HeldOutPrompts":
     from streamrl.producers.prompts.sources import first_prompts, open_source
 
     wanted = _held_out_of(settings)
-    sources = {name: open_source(data, run_seed=settings.run.seed) for name, data in wanted.sets.items()}
+    seed, rewards = settings.run.seed, settings.rewards.functions
+    sources = {name: open_source(data, run_seed=seed, rewards=rewards) for name, data in wanted.sets.items()}
     return HeldOutPrompts.of({name: first_prompts(source, wanted.prompts) for name, source in sources.items()})
 
 

@@ -11,8 +11,12 @@ from typing import Any
 from pydantic import JsonValue
 from transformers import AutoTokenizer
 
-from streamrl.schemas.errors import ModelError
+from streamrl.schemas.errors import ModelError, PromptRefused
 from streamrl.schemas.trajectories import Prompt
+
+_PARTS = ("tool_calls", "tools", "name")
+"""Parts of a conversation: if the chat template leaves one out, the prompt is refused. A tool's turn may lose its name,
+which the call before it has, too."""
 
 
 class ModelTokenizer:
@@ -53,6 +57,7 @@ class ModelTokenizer:
 
         Raises:
             ModelError: the prompt has chat turns, and the model has no chat template.
+            PromptRefused: the chat template would leave out a part of the prompt.
         """
         if isinstance(prompt.content, str):
             return self._with_opening(prompt.content)
@@ -61,7 +66,26 @@ class ModelTokenizer:
                 f"expected a chat template in the tokenizer at {self._model_path} for prompt {prompt.prompt_id}, "
                 f"got none; use plain text prompts or an instruction-tuned model"
             )
-        return self.encode_chat([{"role": turn.role, "content": turn.content} for turn in prompt.content])
+        turns: list[dict[str, JsonValue]] = [turn.model_dump() for turn in prompt.content]
+        token_ids = self.encode_chat(turns, prompt.tools)
+        for part in _PARTS:
+            less = [{key: turn[key] for key in turn if key != part or turn["role"] == "tool"} for turn in turns]
+            tools = [] if part == "tools" else prompt.tools
+            if (less != turns or tools != prompt.tools) and self._says_the_same(token_ids, less, tools):
+                raise PromptRefused(
+                    f"with {part}, which the chat template leaves out",
+                    f"expected a chat template at {self._model_path} that shows {part} to the model, got one that "
+                    f"leaves {part} out; use a model that was taught to read it, or remove it from the data",
+                )
+        return token_ids
+
+    def _says_the_same(
+        self, token_ids: list[int], turns: Sequence[Mapping[str, JsonValue]], tools: Sequence[JsonValue]
+    ) -> bool:
+        try:
+            return self.encode_chat(turns, tools) == token_ids
+        except Exception:  # a template that misses the part reads it
+            return False
 
     @property
     def has_chat_template(self) -> bool:
@@ -87,7 +111,7 @@ class ModelTokenizer:
         return self._plain(text)
 
     def encode_chat(
-        self, turns: Sequence[Mapping[str, JsonValue]], tools: Sequence[Mapping[str, JsonValue]] | None = None
+        self, turns: Sequence[Mapping[str, JsonValue]], tools: Sequence[JsonValue] | None = None
     ) -> list[int]:
         """Token ids of chat turns as the template writes them, with the start of the answer. Needs a chat template.
 

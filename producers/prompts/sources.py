@@ -3,30 +3,41 @@
 Invariants:
 - a_position_names_one_prompt: the same settings, seed and position give the same prompt, in every process and at any
   time. So the cursor of a run is one integer, and a restart needs no copy of the prompts that were read;
-- positions_never_end: each pass over the data is followed by another, in a new order or with a new seed.
+- positions_never_end: each pass over the data is followed by another, in a new order or with a new seed;
+- a_row_that_cannot_be_sent_is_left_out: a prompt that no order can carry is found when the data is opened, by the
+  limits of the orders themselves. It is reported with its place and reason, and ends no run.
 """
 
 import random
 from array import array
 from bisect import bisect
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Collection, Mapping, Sized
+from contextlib import suppress
 from enum import Enum
 from itertools import accumulate
 from typing import Any, Protocol
 
-import msgpack
+import structlog
 from pydantic import JsonValue, ValidationError
 
+from streamrl.producers.prompts.columns import column_map
+from streamrl.producers.prompts.conversations import TOOLS, NotWhole, tools_in
 from streamrl.producers.prompts.gym import GymDataset, open_dataset
 from streamrl.producers.prompts.settings import PLACEHOLDER, DataSettings
-from streamrl.producers.prompts.tables import column_map, open_table
-from streamrl.schemas.errors import DataError
+from streamrl.producers.prompts.tables import open_table
+from streamrl.schemas.codec import size_of_part
+from streamrl.schemas.errors import DataError, FrameTooLarge
 from streamrl.schemas.identifiers import make_prompt_id
 from streamrl.schemas.import_path import load_function
-from streamrl.schemas.trajectories import ChatTurn, Prompt
+from streamrl.schemas.trajectories import Prompt
+
+log = structlog.get_logger()
 
 MAX_PROMPT_BYTES = 2 << 20
 """Most bytes of a prompt with its columns: half of a work order's limit, so that every prompt fits into one."""
+MAX_PROMPT_VALUES = 100_000
+"""Most values in a prompt and its columns. A work order may have 120,000, of which the rest are not the prompt's."""
+NOT_UNICODE = "text that is not Unicode (half of a surrogate pair)"
 MAX_FILTER_ATTEMPTS = 100
 """Entries tried for a position until the filter accepts one. A filter that accepts fewer than 1 in 100 is taken to be a
 mistake."""
@@ -51,8 +62,15 @@ class PromptSource(Protocol):
         ...
 
 
-def open_source(settings: DataSettings, *, run_seed: int = 0) -> PromptSource:
-    """The source that the settings name; ``run_seed``: the seed if ``data.seed`` is not set.
+class UnsendablePrompt(DataError):
+    """A prompt that no work order can carry. The text has its place and the reason."""
+
+
+def open_source(settings: DataSettings, *, run_seed: int = 0, rewards: Collection[str] = ()) -> PromptSource:
+    """The source that the settings name.
+
+    ``run_seed``: the seed if ``data.seed`` is not set. ``rewards``: the run's reward functions, of which some refuse
+    answers that they cannot compare.
 
     Raises:
         DataError: the data set or file cannot be read, or one of its rows has no prompt.
@@ -64,7 +82,7 @@ def open_source(settings: DataSettings, *, run_seed: int = 0) -> PromptSource:
         )
     seed = run_seed if settings.seed is None else settings.seed
     if settings.path is not None:
-        return StoredSource(settings, settings.path, seed)
+        return StoredSource(settings, settings.path, seed, rewards)
     return ReasoningGymSource(settings, seed)
 
 
@@ -82,14 +100,18 @@ class StoredSource:
     """Prompts from a table, shuffled again in every pass. Memory: about 16 bytes per row, of any size.
 
     Every row is read once at the start, so that a malformed row is found before the run starts. Prompts are named by
-    their line or row, so names do not depend on the seed or the filter.
+    their line or row, so names do not depend on the seed or the filter. ``left_out`` says in one line how many rows are
+    left out, and why the first of them is; it is empty if none is.
     """
 
-    def __init__(self, settings: DataSettings, path: str, seed: int) -> None:
+    def __init__(self, settings: DataSettings, path: str, seed: int, rewards: Collection[str] = ()) -> None:
         self._settings = settings
         self._seed = seed
-        self._columns = column_map(settings)
+        self._columns = column_map(settings, rewards)
         self._table = open_table(settings, path)
+        self.left_out = ""
+        # All columns of the kept rows. A row that lacks one gets it without a value, as in files with a fixed schema.
+        self._names: dict[str, JsonValue] = {}
         self._kept = self._accepted()
         # The order of one pass is cached. Positions come in order, so it changes once every len(self) positions.
         self._shuffled: tuple[int, array[int]] = (-1, array("Q"))
@@ -106,37 +128,42 @@ class StoredSource:
         # The row at `place` in the order of its pass.
         data_pass, place = divmod(position, len(self._kept))
         index = self._order_of(data_pass)[place]
-        where = self._table.where(index)
-        content, columns = self._columns.split_row(self._table.read(index), where)
-        prompt = make_prompt(
+        content, columns = self._columns.split_row(self._table.read(index), self._table.where(index))
+        prompt = self._prompt(index, content, columns)
+        return prompt.model_copy(update={"columns": self._names | prompt.columns}), data_pass
+
+    def _prompt(self, index: int, content: Any, columns: Mapping[str, Any]) -> Prompt:
+        return make_prompt(
             self._settings,
             dataset=self._table.name,
             index=self._table.number(index),
             content=content,
             columns=columns,
-            where=where,
+            where=self._table.where(index),
         )
-        return prompt, data_pass
 
     def _accepted(self) -> "array[int]":
         accepts = load_filter(self._settings.filter)
-        # A filter may read any column. Without a filter only the columns of prompt and answer are read.
-        needed = self._columns.read if self._settings.filter is None else None
-        kept = array("Q")
-        for index, row in enumerate(self._table.scan(needed)):
+        kept, left_out, first = array("Q"), 0, ""
+        for index, row in enumerate(self._table.scan()):
+            content, columns = self._columns.split_row(row, self._table.where(index))
+            if not accepts({**columns, "prompt": content}):
+                continue
             try:
-                content, columns = self._columns.split_row(row, self._table.where(index))
-            except DataError:
-                # Repeat with all of the row's columns, so that the error names those that exist.
-                self._columns.split_row(self._table.read(index), self._table.where(index))
-                raise
-            if accepts({**columns, "prompt": content}):
+                self._prompt(index, content, columns)
+            except UnsendablePrompt as error:
+                left_out, first = left_out + 1, first or str(error)
+            else:
+                self._names.update(dict.fromkeys(columns))
                 kept.append(index)
+        if left_out:
+            self.left_out = f"{left_out} of {len(self._table)} rows are left out; the first: {first}"
+            log.warning("rows of the data are left out", count=left_out, first=first)
         if not kept:
             accepted = "" if self._settings.filter is None else f" that {self._settings.filter} (data.filter) accepts"
             raise DataError(
-                f"expected at least one prompt in {self._settings.path}{accepted}, "
-                f"got none among {len(self._table)} rows"
+                f"expected at least one prompt in {self._settings.path}{accepted}, got none among {len(self._table)} "
+                f"rows{'; ' * bool(left_out)}{self.left_out}"
             )
         return kept
 
@@ -180,7 +207,8 @@ class ReasoningGymSource:
         for attempt in range(MAX_FILTER_ATTEMPTS):
             entry = self._entry(name, attempt, index)
             if self._accepts(entry):
-                return self._prompt(name, attempt * self._size + index, entry), data_pass
+                with suppress(UnsendablePrompt):
+                    return self._prompt(name, attempt * self._size + index, entry), data_pass
         raise DataError(
             f"expected {self._settings.filter} to accept one of {MAX_FILTER_ATTEMPTS} entries of {name!r} "
             f"at position {position}, got none; loosen the filter or the options"
@@ -240,37 +268,102 @@ def make_prompt(
     """The prompt at an index of a data set, with the wording of the settings; ``where``: its place, for errors.
 
     Raises:
-        DataError: the content is neither text nor chat turns, or the prompt is too large for the bus.
+        UnsendablePrompt: the prompt is too large for the bus, or is not valid Unicode.
+        DataError: the content is neither text nor chat turns, or a setting does not fit it.
     """
     prompt_id = make_prompt_id(dataset, index)
     where = where or prompt_id
+    worded, stated = _worded(settings, content, where)
+    columns = _with_tools(settings, columns, where, is_chat=not isinstance(worded, str))
     try:
         prompt = Prompt(
             prompt_id=prompt_id,
             dataset=dataset,
-            content=_worded(settings, content, where),
+            content=worded,
+            stated=stated,
             columns={str(name): json_safe(value) for name, value in columns.items()},
         )
         # Measured as it is sent: columns count too.
-        size = len(msgpack.packb(prompt.model_dump()))
-    except (ValidationError, ValueError, OverflowError, RecursionError) as error:
-        raise DataError(f"expected a valid prompt at {where}, got: {error}") from error
+        size = size_of_part(prompt, MAX_PROMPT_VALUES)
+    except ValidationError as error:
+        raise UnsendablePrompt(f"expected a valid prompt at {where}, got {_fault_in(error)}") from error
+    except UnicodeEncodeError as error:
+        raise UnsendablePrompt(f"expected a valid prompt at {where}, got in a column: {NOT_UNICODE}") from error
+    except (ValueError, OverflowError, RecursionError, FrameTooLarge) as error:
+        raise UnsendablePrompt(f"expected a valid prompt at {where}, got: {error}") from error
     if size > MAX_PROMPT_BYTES:
-        raise DataError(f"expected at most {MAX_PROMPT_BYTES} bytes of prompt and columns at {where}, got {size}")
+        raise UnsendablePrompt(
+            f"expected at most {MAX_PROMPT_BYTES} bytes of prompt and columns at {where}, got {size}"
+        )
     return prompt
 
 
-def _worded(settings: DataSettings, content: Any, where: str) -> str | tuple[ChatTurn, ...]:
-    system = () if settings.system_prompt is None else (ChatTurn(role="system", content=settings.system_prompt),)
+def _fault_in(error: ValidationError) -> str:
+    """The first fault that a message's schema finds, in one line."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    # The names after these are those of the schema's types.
+    at = ".".join(map(str, first["loc"][: 2 if first["loc"][0] == "columns" else 1]))
+    return f"in {at}: {NOT_UNICODE if first['type'] == 'string_unicode' else first['msg']}"
+
+
+def _worded(settings: DataSettings, content: Any, where: str) -> tuple[Any, Any]:
+    """The prompt as the model gets it, and as it stands in the data, in the same form; None if both are the same.
+
+    Raises:
+        DataError: a setting does not fit the prompt.
+    """
+    system = [] if settings.system_prompt is None else [{"role": "system", "content": settings.system_prompt}]
     if isinstance(content, str):
         text = settings.prompt_template.replace(PLACEHOLDER, content)
-        as_chat = settings.conversational or settings.system_prompt is not None
-        return (*system, ChatTurn(role="user", content=text)) if as_chat else text
+        if settings.conversational or system:
+            stated = [{"role": "user", "content": content}]
+            turns = [*system, {"role": "user", "content": text}]
+            return turns, None if turns == stated else stated
+        return text, None if text == content else content
     if not isinstance(content, list) or not content:
         raise DataError(f"expected text or a list of chat turns as prompt at {where}, got {type(content).__name__}")
-    # A system turn of the data set takes precedence over that of the settings.
-    turns = tuple(ChatTurn.model_validate(turn) for turn in content)
-    return turns if turns[0].role == "system" else (*system, *turns)
+    if settings.prompt_template != PLACEHOLDER:
+        raise DataError(
+            f"expected a text as prompt at {where}, because data.prompt_template words texts, got a list of turns; put "
+            "the wording into the turns, and leave the setting out"
+        )
+    turns = json_safe(content)
+    if not system:
+        return turns, None
+    if any(isinstance(turn, Mapping) and turn.get("role") == "system" for turn in content):
+        raise DataError(
+            f"expected chat turns without a system turn at {where}, because data.system_prompt adds one, got turns "
+            "with one; leave the setting out"
+        )
+    return [*system, *turns], turns
+
+
+def _with_tools(settings: DataSettings, columns: Mapping[str, Any], where: str, *, is_chat: bool) -> Mapping[str, Any]:
+    """The columns, with tools for the chat template as a list.
+
+    Raises:
+        DataError: the tools cannot be described to the model.
+    """
+    try:
+        tools = tools_in(columns.get(TOOLS))
+    except NotWhole as error:
+        if not is_chat:
+            return columns  # of another meaning, for the rewards
+        raise DataError(
+            f"expected a list of JSON schemas in column {TOOLS!r} of {where}, which the chat template describes to the "
+            f"model, got {error}"
+        ) from error
+    if tools and not is_chat:
+        raise DataError(
+            f"expected chat turns at {where}, because its column {TOOLS!r} describes tools to the model, got a text; "
+            "set data.conversational = true"
+        )
+    if tools and TOOLS in settings.chat_template_kwargs:
+        raise DataError(
+            f"expected no column {TOOLS!r} at {where}, because data.chat_template_kwargs has tools for all prompts, "
+            "got one; leave the setting out"
+        )
+    return {**columns, TOOLS: tools} if tools else columns
 
 
 def json_safe(value: Any) -> JsonValue:

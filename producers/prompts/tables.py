@@ -1,35 +1,39 @@
-"""Stored data sets as numbered rows, and the columns of prompt and answer.
+"""Stored data sets as numbered rows.
 
-``data.path`` names a file, a directory, or else a data set of the Hugging Face hub. The order of passes and the wording
-of prompts are up to the prompt source.
+``data.path`` names a file, a directory, or else a data set of the Hugging Face hub. Text files are read in
+``text_tables``, wherever they lie. All others are read by the `datasets` library. The columns, the order of passes and
+the wording of prompts are up to others.
+
+Invariant every_container_gives_the_same_rows: the same rows in any form of file or directory give the same values. The
+forms differ only where a form cannot say something: csv has no numbers, and parquet has no missing keys.
 """
 
-import json
 import re
-from array import array
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from bisect import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any, Protocol
 
 from streamrl.producers.prompts.settings import DataSettings
+from streamrl.producers.prompts.text_tables import TEXT_ENDINGS, Row, ending_of, open_text_table
 from streamrl.schemas.errors import DataError, causes_of
 from streamrl.schemas.extras import require_extra
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 WHOLE = "train"
-"""The only split of a jsonl file: the name that the `datasets` library gives to a file without splits."""
-ANSWER = "answer"
-_MISSING = object()
-BUILDERS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json", ".arrow": "arrow"}
-COMPRESSED = {".gz", ".zst", ".bz2", ".xz"}
+"""The only split of a single file: the name that the `datasets` library gives to a file without splits."""
+BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
+ENDINGS = (*TEXT_ENDINGS, *BUILDERS)
 SAVED = ("state.json", "dataset_dict.json")
 """Files by which one recognises a directory that `save_to_disk` wrote."""
 SCAN_ROWS = 4096
 """Rows converted to Python at a time: enough to hide the cost of a call, and few enough to stay below about 10 MB."""
 MAX_REASON = 300
 """Most characters of a library's message in an error: some messages contain whole schemas."""
-Row = dict[str, Any]
+_READ_OPTIONS = frozenset({"name", "version", "description", "data_dir", "data_files", "features", "sep", "delimiter"})
+"""Options of a data set of text files that are understood, or have no effect on the values."""
 
 
 class Table(Protocol):
@@ -49,8 +53,8 @@ class Table(Protocol):
             DataError: the row cannot be read, or has changed.
         """
 
-    def scan(self, columns: Collection[str] | None) -> Iterator[Row]:
-        """All rows in order, with at least these columns if they exist; None: with all columns.
+    def scan(self) -> Iterator[Row]:
+        """All rows in order.
 
         Raises:
             DataError: a row cannot be read.
@@ -76,8 +80,6 @@ def open_table(settings: DataSettings, path: str) -> Table:
         return open_directory(place, settings.subset, settings.split, name)
     if place.exists():
         _refuse_subset(settings.subset, path)
-        if place.suffix.lower() == ".jsonl":
-            return _jsonl(place, settings.split, name)
         return open_file(place, settings.split, name)
     return open_hub(path, settings.subset, settings.split, name)
 
@@ -90,7 +92,7 @@ def check_path(path: str) -> None:
     """
     place = Path(path).expanduser()
     # data/train.jsonl could be a name on the hub, but its ending shows that it is a missing file.
-    if not place.exists() and (builder_of(place) or not HUB_ID.fullmatch(path)):
+    if not place.exists() and (ending_of(place) in ENDINGS or not HUB_ID.fullmatch(path)):
         raise DataError(f"expected a file, a directory or a data set of the hub at data.path, got {path}: no such file")
 
 
@@ -99,7 +101,7 @@ def plain_name(path: str) -> str:
     last = Path(path).expanduser().absolute().name
     # Group ids and metrics contain the name, so it has only plain characters and is short.
     # It is cut only at a known ending: train.jsonl.gz becomes train, v1.2-train.csv becomes v1.2-train.
-    stem = re.split(r"\.(?=jsonl?|parquet|csv|arrow)", last)[0]
+    stem = re.split(r"\.(?=jsonl?|ndjson|parquet|csv|tsv|arrow)", last)[0]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:64] or "prompts"
 
 
@@ -108,95 +110,53 @@ def _refuse_subset(subset: str | None, path: str) -> None:
         raise DataError(f"expected no data.subset with the single file {path}, got {subset!r}; remove it")
 
 
-class JsonlTable:
-    """The non-blank lines of a file, one object each, numbered from 1 as in editors.
+def open_file(path: Path, split: str, name: str) -> Table:
+    """The table in a file, plain or compressed.
 
-    Objects may have different columns. Memory: 16 bytes per line, for its offset and number; lines stay in the file.
+    Raises:
+        DataError: the file cannot be read in the format that its name shows.
     """
-
-    def __init__(self, path: Path, name: str) -> None:
-        """Find the offsets of the lines.
-
-        Raises:
-            DataError: the file cannot be read.
-        """
-        self.name = name
-        self._path = path
-        # The file is read once here, and later line by line at these offsets.
-        self._offsets = array("Q")
-        self._lines = array("Q")
-        try:
-            # Binary, so that lengths of lines add up to offsets in bytes; text mode does not show these.
-            with path.open("rb") as file:
-                offset = 0
-                for line, raw in enumerate(file, start=1):
-                    if raw.strip():
-                        self._offsets.append(offset)
-                        self._lines.append(line)
-                    offset += len(raw)
-        except OSError as error:
-            raise DataError(f"expected a readable file at data.path, got: {error}") from error
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def read(self, index: int) -> Row:
-        """The object in a line.
-
-        Raises:
-            DataError: the line is not an object, or the file changed since it was opened.
-        """
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offsets[index])
-                return self._parse(file.readline(), index)
-        except OSError as error:
-            raise DataError(f"expected to read {self._path}, got: {error}") from error
-
-    def scan(self, columns: Collection[str] | None) -> Iterator[Row]:
-        """Every object, in the order of the file."""
-        with self._path.open("rb") as file:
-            for index, raw in enumerate(raw for raw in file if raw.strip()):
-                yield self._parse(raw, index)
-
-    def number(self, index: int) -> int:
-        """The line's number."""
-        return self._lines[index]
-
-    def where(self, index: int) -> str:
-        """File and line."""
-        return f"{self._path}, line {self._lines[index]}"
-
-    def _parse(self, raw: bytes, index: int) -> Row:
-        try:
-            # Refuse NaN and Infinity here: Python reads them, and sending the prompt would fail later.
-            row = json.loads(raw, parse_constant=_refuse)
-        except (ValueError, RecursionError) as error:
-            # Without json's line number, which counts within this line and is always 1.
-            reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-            raise DataError(f"expected a JSON object in {self.where(index)}, got: {reason}") from error
-        if not isinstance(row, dict):
-            raise DataError(f"expected a JSON object in {self.where(index)}, got {type(row).__name__}")
-        return row
+    ending = ending_of(path)
+    if ending in TEXT_ENDINGS:
+        return _text_split({WHOLE: [_TextFile(path, str(path))]}, split, name)
+    if ending not in BUILDERS:
+        raise DataError(f"expected a file that ends in {', '.join(sorted(ENDINGS))} at data.path, got {path}")
+    shown = str(path)
+    return _opened(shown, lambda datasets: _loaded(datasets, (BUILDERS[ending],), shown, split, name, data_files=shown))
 
 
-def _jsonl(path: Path, split: str, name: str) -> JsonlTable:
-    if split != WHOLE:
-        raise DataError(f'expected data.split = "{WHOLE}", the only split of a jsonl file, got {split!r}')
-    return JsonlTable(path, name)
+def open_directory(path: Path, subset: str | None, split: str, name: str) -> Table:
+    """The table in a directory of data files, or in one that `save_to_disk` wrote.
+
+    Raises:
+        DataError: there is no such split or subset, or no readable data.
+    """
+    # save_to_disk has its own layout, which the library would otherwise read as separate data files.
+    if any((path / file).exists() for file in SAVED):
+        return _opened(str(path), lambda datasets: ArrowTable(_saved(datasets, path, split), str(path), name))
+    return open_hub(str(path), subset, split, name)
 
 
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")
+def open_hub(repository: str, subset: str | None, split: str, name: str) -> Table:
+    """A data set of the Hugging Face hub, or of a directory with the same layout.
+
+    Raises:
+        DataError: there is no such data set, subset or split, or the hub cannot be reached.
+    """
+    return _opened(repository, lambda datasets: _loaded(datasets, (repository, subset), repository, split, name))
 
 
 class ArrowTable:
-    """A `datasets.Dataset`; rows are numbered from 0 as in the library, and stay on disk as Arrow memory maps."""
+    """A `datasets.Dataset`; rows are numbered from 0 as in the library, and stay on disk as Arrow memory maps.
+
+    Values are those of the library's own rows. Only images, audio and the like stay as they are stored.
+    """
 
     def __init__(self, dataset: Any, path: str, name: str) -> None:
         self.name = name
         self._path = path
-        # Arrow format, because in its own format the library would decode images and audio.
+        # Stored values are not yet the row's: the library keeps columns of mixed types as JSON text, for example.
+        self._features = type(dataset.features)(_without_media(dict(dataset.features)))
         self._dataset = dataset.with_format("arrow")
 
     def __len__(self) -> int:
@@ -209,20 +169,15 @@ class ArrowTable:
             DataError: the table's files cannot be read any more.
         """
         try:
-            row: Row = self._dataset[index : index + 1].to_pylist()[0]
+            row: Row = self._features.decode_example(self._dataset[index : index + 1].to_pylist()[0])
         except Exception as error:
             raise DataError(f"expected to read {self.where(index)}, got: {_reason(error)}") from error
         return row
 
-    def scan(self, columns: Collection[str] | None) -> Iterator[Row]:
-        """All rows; about half a million per second with the columns of a prompt."""
-        # Only the needed columns are decoded: images and long texts stay on disk.
-        wanted = self._dataset
-        # If none of the columns exists, all are read: a table without columns would have no rows.
-        if columns is not None and (names := [name for name in wanted.column_names if name in columns]):
-            wanted = wanted.select_columns(names)
-        for batch in wanted.iter(SCAN_ROWS) if wanted.column_names else ():
-            yield from batch.to_pylist()
+    def scan(self) -> Iterator[Row]:
+        """All rows."""
+        for batch in self._dataset.iter(SCAN_ROWS) if self._dataset.column_names else ():
+            yield from map(self._features.decode_example, batch.to_pylist())
 
     def number(self, index: int) -> int:
         """The index itself."""
@@ -233,50 +188,89 @@ class ArrowTable:
         return f"{self._path}, row {index}"
 
 
-def builder_of(path: Path) -> str | None:
-    """The reader for a file, by its name; compressed files end in ``.jsonl.gz`` and similar."""
-    # For train.jsonl.gz the ending before that of the compression counts.
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSED:
-        suffixes.pop()
-    return BUILDERS.get(suffixes[-1]) if suffixes else None
+def _without_media(feature: Any) -> Any:
+    """The library's type of a column, with images, audio and the like left as they are stored."""
+    if isinstance(feature, Mapping):
+        return {name: _without_media(inner) for name, inner in feature.items()}
+    if hasattr(feature, "feature"):  # a list
+        return replace(feature, feature=_without_media(feature.feature))
+    # JSON is the one other type that is decoded: its text is only how the library stores the value.
+    is_media = getattr(feature, "decode", False) and type(feature).__name__ != "Json"
+    return replace(feature, decode=False) if is_media else feature
 
 
-def open_file(path: Path, split: str, name: str) -> ArrowTable:
-    """The table in a parquet, csv, json or compressed jsonl file.
+class JoinedTable:
+    """Rows of several tables, one after the other, numbered from 0; of each only a slice, given by its two ends."""
+
+    def __init__(self, parts: Sequence[tuple[Table, int, int]], name: str) -> None:
+        self.name = name
+        self._parts = parts
+        self._ends = tuple(accumulate(end - start for _, start, end in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def read(self, index: int) -> Row:
+        """One row.
+
+        Raises:
+            DataError: the row cannot be read, or has changed.
+        """
+        table, inner = self._find(index)
+        return table.read(inner)
+
+    def scan(self) -> Iterator[Row]:
+        """All rows in order."""
+        return chain.from_iterable(islice(table.scan(), start, end) for table, start, end in self._parts)
+
+    def number(self, index: int) -> int:
+        """The index itself."""
+        return index
+
+    def where(self, index: int) -> str:
+        """The row's place in its own table."""
+        table, inner = self._find(index)
+        return table.where(inner)
+
+    def _find(self, index: int) -> tuple[Table, int]:
+        part = bisect(self._ends, index)
+        table, _, end = self._parts[part]
+        return table, end - (self._ends[part] - index)
+
+
+@dataclass(frozen=True)
+class _TextFile:
+    """A text file: its path here, its name in messages, and what separates its cells, if its ending does not say it."""
+
+    path: Path
+    shown: str
+    delimiter: str | None = None
+
+
+def _text_split(files: Mapping[str, Sequence[_TextFile]], split: str, name: str) -> Table:
+    """The rows of a split of text files; ``split`` may be a slice or a sum, as in the `datasets` library.
 
     Raises:
-        DataError: the file cannot be read in the format that its name shows.
+        DataError: a file cannot be read, or there is no such split.
     """
-    builder = builder_of(path)
-    if builder is None:
-        raise DataError(f"expected a file that ends in {', '.join(sorted(BUILDERS))} at data.path, got {path}")
-    return _opened(str(path), name, lambda load: load(builder, data_files=str(path), split=split))
+
+    def joined(part: str) -> Table:
+        tables = [open_text_table(file.path, name, shown=file.shown, delimiter=file.delimiter) for file in files[part]]
+        return tables[0] if len(tables) == 1 else JoinedTable([(table, 0, len(table)) for table in tables], name)
+
+    if split in files:
+        return joined(split)
+    opened = {part: joined(part) for part in files}
+
+    def sliced(datasets: Any) -> Table:
+        spans = datasets.ReadInstruction.from_spec(split).to_absolute({part: len(opened[part]) for part in opened})
+        return JoinedTable([(opened[span.splitname], span.from_, span.to) for span in spans], name)
+
+    return _opened(", ".join(file.shown for part in files.values() for file in part), sliced)
 
 
-def open_directory(path: Path, subset: str | None, split: str, name: str) -> ArrowTable:
-    """The table in a directory of data files, or in one that `save_to_disk` wrote.
-
-    Raises:
-        DataError: there is no such split or subset, or no readable data.
-    """
-    # save_to_disk has its own layout, which load_dataset would read as separate data files.
-    if any((path / file).exists() for file in SAVED):
-        return _opened(str(path), name, lambda _: _saved(path, split))
-    return _opened(str(path), name, lambda load: load(str(path), subset, split=split))
-
-
-def open_hub(repository: str, subset: str | None, split: str, name: str) -> ArrowTable:
-    """A data set of the Hugging Face hub, from the library's cache if it is there.
-
-    Raises:
-        DataError: there is no such data set, subset or split, or the hub cannot be reached.
-    """
-    return _opened(repository, name, lambda load: load(repository, subset, split=split))
-
-
-def _opened(path: str, name: str, read: Callable[[Callable[..., Any]], Any]) -> ArrowTable:
-    """The table that ``read`` makes with the library's ``load_dataset``, which takes seconds to import."""
+def _opened(path: str, read: Callable[[Any], Table]) -> Table:
+    """The table that ``read`` makes with the `datasets` library, which takes seconds to import."""
     require_extra("data", f"data.path {path!r}")
     import datasets
 
@@ -284,14 +278,65 @@ def _opened(path: str, name: str, read: Callable[[Callable[..., Any]], Any]) -> 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     try:
-        return ArrowTable(read(datasets.load_dataset), path, name)
+        return read(datasets)
+    except DataError:
+        raise
     except Exception as error:
         raise DataError(f"expected a data set at data.path {path!r}, got: {_reason(error)}{_advice(error)}") from error
 
 
-def _saved(path: Path, split: str) -> Any:
-    import datasets
+def _loaded(datasets: Any, named: tuple[str | None, ...], path: str, split: str, name: str, **options: Any) -> Table:
+    """The table that the library finds under these names; files of text are only found by it, and read here."""
+    builder = datasets.load_dataset_builder(*named, **options)
+    if (files := _text_files(datasets, builder, path)) is not None:
+        return _text_split(files, split, name)
+    builder.download_and_prepare()
+    dataset = builder.as_dataset(split=split)
+    # Without a network the library has only what it made of the files of a data set on the hub.
+    if dataset.info.builder_name in ("csv", "json"):
+        raise DataError(
+            f"expected the files of the data set at data.path {path!r}, got the library's cache of them, in which "
+            "types are guessed; download the files, and set data.path to their directory"
+        )
+    return ArrowTable(dataset, path, name)
 
+
+def _text_files(datasets: Any, builder: Any, path: str) -> dict[str, list[_TextFile]] | None:
+    """The text files of a data set by split, downloaded if they lie elsewhere; None if it has no text files.
+
+    Raises:
+        DataError: the data set asks for options, or has files, that cannot be read here.
+    """
+    from datasets.packaged_modules.csv.csv import CsvConfig
+    from datasets.packaged_modules.json.json import JsonConfig
+
+    config = builder.config
+    if not isinstance(config, CsvConfig | JsonConfig):
+        return None
+    usual = type(config)()
+    asked = {field.name for field in fields(config) if getattr(config, field.name) != getattr(usual, field.name)}
+    if strange := asked - _READ_OPTIONS:
+        raise DataError(
+            f"expected a data set at data.path {path!r} without options of its own for reading, got "
+            f"{', '.join(sorted(strange))} in its README; download its files and convert them to jsonl"
+        )
+    download = datasets.DownloadConfig(token=builder.token, storage_options=builder.storage_options)
+    manager = datasets.DownloadManager(base_path=builder.base_path, download_config=download)
+    delimiter = getattr(config, "sep", None)
+    found = {}
+    for split, names in config.data_files.items():
+        if other := [each for each in names if ending_of(Path(each)) not in TEXT_ENDINGS]:
+            raise DataError(
+                f"expected files that end in {', '.join(TEXT_ENDINGS)} at data.path {path!r}, got {other[0]}"
+            )
+        places = manager.download(list(names))
+        found[str(split)] = [
+            _TextFile(Path(place), shown, delimiter) for shown, place in zip(names, places, strict=True)
+        ]
+    return found
+
+
+def _saved(datasets: Any, path: Path, split: str) -> Any:
     loaded = datasets.load_from_disk(str(path))
     # A data set that was saved without splits has none to choose from.
     if not isinstance(loaded, datasets.DatasetDict):
@@ -318,94 +363,3 @@ def _advice(error: BaseException) -> str:
     if "the Hub" in text:
         return "; name a local file, or a data set that can be reached"
     return ""
-
-
-@dataclass(frozen=True)
-class ColumnMap:
-    """Column paths of prompt and answer; the parts of a nested column are joined by dots.
-
-    ``needs_answer``: whether a row without an answer is an error.
-    """
-
-    prompt: str
-    answer: str
-    needs_answer: bool = True
-
-    @property
-    def read(self) -> frozenset[str]:
-        """Top-level columns that may contain prompt and answer."""
-        # Either the whole path is a column's name, dots included, or its first part is: _at tries both.
-        return frozenset(name for path in (self.prompt, self.answer) for name in (path, path.split(".")[0]))
-
-    def split_row(self, row: Mapping[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
-        """The prompt (text, or a list of turns) and the columns for the rewards, the answer as ``answer``.
-
-        Mapped columns are not among the columns for the rewards; the parent of a mapped nested value is.
-
-        Raises:
-            DataError: the prompt or answer is missing, or the prompt has another shape.
-        """
-        prompt = _checked_prompt(_at(row, self.prompt), self.prompt, row, where)
-        answer = _at(row, self.answer)
-        if answer is _MISSING and self.needs_answer:
-            raise _missing(f"an answer in column {self.answer!r}", row, where, "data.answer_column")
-        # The parent of a nested value stays, because rewards may need its other values.
-        columns = {name: value for name, value in row.items() if name not in (self.prompt, self.answer)}
-        return prompt, columns if answer is _MISSING else columns | {ANSWER: answer}
-
-
-FORMATS = {
-    "trl": ColumnMap("prompt", ANSWER, needs_answer=False),
-    "verl": ColumnMap("prompt", "reward_model.ground_truth"),
-    "openrlhf": ColumnMap("input", "label", needs_answer=False),
-}
-
-
-def column_map(settings: DataSettings) -> ColumnMap:
-    """The format's columns, or those that the settings name."""
-    # If the user names an answer column, rows without it are errors. The format's own column may be missing.
-    preset = FORMATS[settings.format]
-    return ColumnMap(
-        settings.prompt_column or preset.prompt,
-        settings.answer_column or preset.answer,
-        preset.needs_answer or settings.answer_column is not None,
-    )
-
-
-def _at(row: Mapping[str, Any], path: str) -> Any:
-    """The value at a path; a column whose name is the whole path takes precedence."""
-    if path in row:
-        return row[path]
-    value: Any = row
-    for part in path.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return _MISSING
-        value = value[part]
-    return value
-
-
-def _checked_prompt(prompt: Any, path: str, row: Mapping[str, Any], where: str) -> Any:
-    if prompt is _MISSING:
-        raise _missing(f"a prompt in column {path!r}", row, where, "data.prompt_column")
-    wrong = _fault_of(prompt)
-    if wrong:
-        raise DataError(f"expected text or a list of {{role, content}} in column {path!r} of {where}, got {wrong}")
-    return prompt
-
-
-def _fault_of(prompt: Any) -> str | None:
-    if isinstance(prompt, str):
-        return None if prompt.strip() else "an empty text"
-    if not isinstance(prompt, list):
-        return "nothing" if prompt is None else type(prompt).__name__
-    # Checked here, because a chat template would fail on an invalid turn only later, in a worker.
-    for number, turn in enumerate(prompt, start=1):
-        if not isinstance(turn, Mapping):
-            return f"{type(turn).__name__} as turn {number}"
-        if wrong := [key for key in ("role", "content") if not isinstance(turn.get(key), str)]:
-            return f"turn {number} without text as {' and '.join(wrong)}"
-    return None if prompt else "an empty list"
-
-
-def _missing(what: str, row: Mapping[str, Any], where: str, setting: str) -> DataError:
-    return DataError(f"expected {what} of {where}, got columns {sorted(map(str, row))}; set {setting} or data.format")

@@ -134,10 +134,10 @@ class RewardRunner:
 def packed_request(request: ScoreRequest) -> bytes:
     """The request as a packed ``RewardTask`` for the reward process."""
     prompt, ids = request.prompt, request.completion_ids
-    turns = () if isinstance(prompt.content, str) else prompt.content
+    stated = prompt.content if prompt.stated is None else prompt.stated
     packed: bytes = msgpack.packb(
         {
-            "prompt": [{"role": turn.role, "content": turn.content} for turn in turns] or prompt.text,
+            "prompt": stated if isinstance(stated, str) else [turn.model_dump() for turn in stated],
             "dataset": prompt.dataset,
             "columns": prompt.columns,
             "text": request.completion_text,

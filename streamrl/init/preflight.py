@@ -120,7 +120,7 @@ def dry_run(settings: Settings, report: Report) -> int:
     prompts = None if settings.data.requests_only else checklist.attempt("data", lambda: SampledPrompts(settings))
     first = checklist.attempt("data", lambda: [*prompts.first(REWARD_ROWS, PROMPTS_PATIENCE_S)]) if prompts else None
     if first:
-        checklist.run("data", lambda: check_prompts(first))
+        checklist.run("data", lambda: check_prompts(first, prompts.left_out if prompts else ""))
     # An emulated run has neither a model nor real rewards, so these are not checked.
     size = 0 if emulated else _model(checklist, settings, prompts if first else None)
     if first and not emulated:
@@ -322,12 +322,13 @@ def _disk(settings: Settings, parameters: int) -> Check:
     return Check("disk", "ok" if room.is_enough else "fail", str(room))
 
 
-def check_prompts(prompts: Sequence[Prompt]) -> Check:
-    """A line with the first prompt and the columns that rewards get."""
+def check_prompts(prompts: Sequence[Prompt], left_out: str = "") -> Check:
+    """A line with the first prompt and the columns that rewards get; ``left_out``: rows that cannot be prompts."""
     first = prompts[0]
     text = first.text if len(first.text) <= MAX_SHOWN_CHARACTERS else first.text[:MAX_SHOWN_CHARACTERS] + "…"
     columns = ", ".join(sorted(first.columns)) or "none"
-    return Check("data", "ok", f"every row can be read; {first.prompt_id} is {text!r}; columns for rewards: {columns}")
+    shown = f"{first.prompt_id} is {text!r}; columns for rewards: {columns}"
+    return Check("data", "note" if left_out else "ok", f"{left_out or 'every row can be read'}; {shown}")
 
 
 async def check_rewards(settings: Settings, prompts: Sequence[Prompt]) -> list[Check]:

@@ -148,6 +148,8 @@ def encoded(tokenizer: Tokenizer, prompt: Prompt, longest: int) -> list[int]:
     """
     try:
         token_ids = tokenizer.encode_prompt(prompt)
+    except PromptRefused:
+        raise
     except ModelError as error:  # the message says what is missing, and for which prompt
         raise PromptRefused("no chat template", str(error)) from error
     except Exception as error:  # chat templates may raise any exception

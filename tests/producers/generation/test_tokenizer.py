@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from streamrl.producers.generation.tokenizer import ModelTokenizer
-from streamrl.schemas.errors import ModelError
+from streamrl.schemas.errors import ModelError, PromptRefused
 from streamrl.schemas.trajectories import ChatTurn, Prompt
 
 TEMPLATE = (
@@ -64,6 +64,24 @@ def test_a_conversation_may_have_tools_if_the_template_reads_them(tmp_path: Path
     plain, bare = write(tmp_path / "plain", template=TEMPLATE), write(tmp_path / "bare")
     assert (plain.has_chat_template, plain.reads_tools) == (True, False)
     assert (bare.has_chat_template, bare.reads_tools) == (False, False)
+
+
+CALLS = TEMPLATE.replace("{{ m['content']", "{% for c in m.tool_calls or [] %}{{ c.f }}{% endfor %}{{ m['content']")
+
+
+def test_a_conversation_is_rendered_whole_or_refused_by_the_part_that_the_template_leaves_out(tmp_path: Path) -> None:
+    user, named = (ChatTurn.model_validate({"role": "user", "content": "cd", **more}) for more in ({}, {"name": "b"}))
+    called = ChatTurn.model_validate({"role": "user", "content": "", "tool_calls": [{"f": "ab"}]})
+    described = Prompt(prompt_id="p/0", dataset="p", content=(user,), columns={"tools": [{"f": "ab"}]})
+    plain = write(tmp_path / "plain", template=TEMPLATE)
+    for part, asked in (("tool_calls", prompt((user, called))), ("tools", described), ("name", prompt((named,)))):
+        with pytest.raises(PromptRefused, match=f"that shows {part} to the model"):
+            plain.encode_prompt(asked)
+    reads = write(tmp_path / "reads", template="{% for t in tools or [] %}{{ t.f }}{% endfor %}" + CALLS)
+    assert reads.encode_prompt(prompt((user, called))) == ids("<u>cd<u>ab>")
+    assert reads.encode_prompt(described) == ids("ab<u>cd>")
+    answered = ChatTurn.model_validate({"role": "tool", "content": "a", "name": "b", "tool_call_id": "c"})
+    assert plain.encode_prompt(prompt((user, answered))) == ids("<u>cd<t>a>")
 
 
 def test_special_tokens_are_written_out_where_they_are_asked_for(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 import enum
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 
 from streamrl.producers.prompts.settings import DataSettings
-from streamrl.producers.prompts.sources import json_safe, make_prompt, scoring_entry
+from streamrl.producers.prompts.sources import UnsendablePrompt, json_safe, make_prompt, scoring_entry
+from streamrl.schemas.codec import decode, encode, headers_of
 from streamrl.schemas.errors import DataError
 from streamrl.schemas.trajectories import ChatTurn, Prompt
+from tests.schemas.examples import work_order
 
 
 def _prompt(content: Any, columns: dict[str, Any] | None = None, **settings: Any) -> Prompt:
@@ -32,9 +35,45 @@ def test_a_conversational_prompt_is_one_user_turn() -> None:
     assert _prompt("hi", conversational=True).content == (ChatTurn(role="user", content="hi"),)
 
 
-def test_chat_turns_keep_their_own_system_turn() -> None:
+def test_a_setting_that_a_conversation_makes_meaningless_is_refused_by_name() -> None:
     turns = [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}]
-    assert [turn.content for turn in _prompt(turns, system_prompt="ours").content] == ["own", "hi"]  # type: ignore[union-attr]
+    assert [turn.content for turn in _prompt(turns).content] == ["own", "hi"]  # type: ignore[union-attr]
+    with pytest.raises(DataError, match=r"without a system turn at gcd/7, because data\.system_prompt"):
+        _prompt(turns, system_prompt="ours")
+    with pytest.raises(DataError, match=r"a text as prompt at gcd/7, because data\.prompt_template"):
+        _prompt(turns, prompt_template="Q: {prompt}")
+
+
+def test_the_prompt_as_it_stands_in_the_data_is_kept_if_the_settings_word_it() -> None:
+    user = ChatTurn(role="user", content="hi")
+    assert _prompt("hi").stated is None
+    assert _prompt("hi", prompt_template="Q: {prompt}").stated == "hi"
+    assert _prompt("hi", conversational=True).stated is None
+    assert _prompt("hi", system_prompt="Be brief.", prompt_template="Q: {prompt}").stated == (user,)
+    assert _prompt([{"role": "user", "content": "hi"}], system_prompt="Be brief.").stated == (user,)
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"x": {"type": "string", "default": None}}}}]
+KEPT_TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"x": {"type": "string"}}}}]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
+def test_tools_of_a_row_are_described_to_the_model(tools: Any) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    assert _prompt(chat, {"tools": tools}).tools == KEPT_TOOLS
+    assert _prompt("hi", {"tools": tools}, conversational=True).tools == KEPT_TOOLS
+    with pytest.raises(DataError, match=r"gcd/7, because its column 'tools'.*data\.conversational"):
+        _prompt("hi", {"tools": tools})
+    with pytest.raises(DataError, match=r"gcd/7, because data\.chat_template_kwargs"):
+        _prompt(chat, {"tools": tools}, chat_template_kwargs={"tools": []})
+
+
+@pytest.mark.parametrize("tools", [["add"], {"name": "add"}, "add", 3])
+def test_a_column_of_that_name_with_something_else_is_refused_in_a_chat_alone(tools: Any) -> None:
+    with pytest.raises(DataError, match="a list of JSON schemas in column 'tools' of gcd/7"):
+        _prompt([{"role": "user", "content": "hi"}], {"tools": tools})
+    assert _prompt("hi", {"tools": tools}).columns == {"tools": tools}
+    assert _prompt([{"role": "user", "content": "hi"}], {"tools": None}).tools == []
 
 
 @pytest.mark.parametrize("content", [[], 3, [{"role": "user"}], "\ud800", "x" * (1 << 20 | 1)])
@@ -43,9 +82,25 @@ def test_a_prompt_that_cannot_be_sent_is_refused_with_its_name(content: Any) -> 
         _prompt(content)
 
 
-def test_columns_that_are_too_large_are_refused() -> None:
-    with pytest.raises(DataError, match="at most 2097152 bytes"):
-        _prompt("hi", {"answer": "x" * (3 << 20)})
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({"answer": "x" * (3 << 20)}, "at most 2097152 bytes"),
+        ({"answer": [0] * 100_001}, "at most 100000 values"),
+        ({"answer": "\ud800"}, r"in a column: .*half of a surrogate pair"),
+        ({"answer": json.loads("[" * 300 + "]" * 300)}, "in columns"),
+    ],
+)
+def test_columns_that_no_order_can_carry_are_refused(columns: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsendablePrompt, match=f"gcd/7.*{reason}|{reason}.*gcd/7"):
+        _prompt("hi", columns)
+
+
+def test_the_largest_prompts_that_are_accepted_fit_into_an_order() -> None:
+    """a_row_that_cannot_be_sent_is_left_out"""
+    for columns in ({"a": [0] * 99_900}, {"a": "x" * ((2 << 20) - 400)}, {"a": json.loads("[" * 250 + "]" * 250)}):
+        order = work_order("").replace(prompt=_prompt("hi", columns), sample_indices=(*range(4096),))
+        assert decode(encode(order), headers_of(order)) == order
 
 
 def test_values_become_what_json_can_say() -> None:

@@ -98,10 +98,42 @@ def test_a_file_that_changes_under_the_run_is_noticed(numbers: Path) -> None:
         source.prompt_at(0)
 
 
-def test_a_prompt_that_is_too_large_for_the_bus_is_named_by_its_line(tmp_path: Path) -> None:
-    source = _source(_write(tmp_path / "large.jsonl", [{"prompt": "x", "y": "y" * (3 << 20)}]))
-    with pytest.raises(DataError, match=r"bytes of prompt and columns at .*large\.jsonl, line 1"):
-        source.prompt_at(0)
+TOO_LARGE = {"prompt": "x", "y": "y" * (3 << 20)}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "\ud83d!"}, "half of a surrogate pair"),
+        ({"prompt": "x", "y": "\ud83d!"}, "half of a surrogate pair"),
+        ({"prompt": "x" * (1 << 20 | 1)}, "at most 1048576 characters"),
+        (TOO_LARGE, "bytes of prompt and columns"),
+        ({"prompt": "x", "y": [0] * 200_000}, "at most 100000 values"),
+    ],
+)
+def test_a_row_that_cannot_be_sent_is_left_out(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
+    """a_row_that_cannot_be_sent_is_left_out"""
+    fine = [{"prompt": f"p{n}"} for n in range(5)]
+    source = _source(_write(tmp_path / "a.jsonl", [*fine, row, *fine]))
+    assert len(source) == 10
+    assert "a/6" not in {source.prompt_at(position)[0].prompt_id for position in range(10)}
+    assert source.left_out.startswith("1 of 11 rows are left out; the first: ")
+    assert "a.jsonl, line 6" in source.left_out
+    assert reason in source.left_out
+    assert _source(_write(tmp_path / "b.jsonl", fine)).left_out == ""
+
+
+def test_without_any_row_that_can_be_sent_the_reason_is_in_the_error(tmp_path: Path) -> None:
+    path = _write(tmp_path / "large.jsonl", [TOO_LARGE])
+    with pytest.raises(DataError, match=r"at least one prompt.*bytes of prompt and columns at .*large\.jsonl, line 1"):
+        _source(path)
+
+
+def test_a_column_that_some_rows_lack_is_nothing_there(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "answer": "1", "level": 2}, {"prompt": "q"}]
+    source = _source(_write(tmp_path / "a.jsonl", rows))
+    found = {prompt.text: prompt.columns for prompt, _ in map(source.prompt_at, range(2))}
+    assert found == {"p": {"answer": "1", "level": 2}, "q": {"answer": None, "level": None}}
 
 
 def test_messages_and_a_system_prompt_make_a_chat(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_csv_json_and_compressed_jsonl_hold_the_same_prompts(tmp_path: Path) -> 
     for name in ("a.csv", "a.json", "a.jsonl.gz"):
         source = _source(tmp_path / name, format="openrlhf")
         found = {(prompt.text, prompt.columns["answer"]) for prompt, _ in map(source.prompt_at, range(3))}
-        assert found == {("p0", 0), ("p1", 1), ("p2", 2)}
+        assert found == {(f"p{n}", str(n) if name == "a.csv" else n) for n in range(3)}
 
 
 def test_a_directory_has_splits_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -82,6 +82,51 @@ def test_a_directory_has_splits_of_its_own(tmp_path_factory: pytest.TempPathFact
         _source(folder / "saved", split="test")
 
 
+def _directory(path: Path, files: dict[str, str]) -> Path:
+    path.mkdir()
+    for name, content in files.items():
+        (path / name).write_text(content)
+    return path
+
+
+def test_csv_files_of_a_directory_are_read_as_written_with_its_own_separator(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    parent = tmp_path_factory.mktemp("data")
+    cells = "prompt;answer\n3,4?;007\nNone?;NA\n"
+    readme = "---\nconfigs:\n- config_name: default\n  data_files: {}\n  {}\n---\n"
+    folder = _directory(parent / "a", {"a.csv": cells, "README.md": readme.format("a.csv", 'sep: ";"')})
+    found = [prompt for prompt, _ in map(_source(folder).prompt_at, range(2))]
+    assert {(prompt.text, prompt.columns["answer"]) for prompt in found} == {("3,4?", "007"), ("None?", "NA")}
+    folder = _directory(parent / "b", {"a.csv": cells, "README.md": readme.format("a.csv", "quoting: 3")})
+    with pytest.raises(DataError, match=r"without options of its own for reading, got quoting in its README"):
+        _source(folder)
+
+
+def test_rows_of_several_files_are_named_by_their_own_line(tmp_path_factory: pytest.TempPathFactory) -> None:
+    files = dict.fromkeys(("a.jsonl", "b.jsonl"), '{"prompt": "p"}\n' * 3) | {"c.jsonl": '{"prompt": ""}\n'}
+    folder = _directory(tmp_path_factory.mktemp("data") / "several", files)
+    with pytest.raises(DataError, match=r"c\.jsonl, line 1, got an empty text"):
+        _source(folder)
+    table = open_table(DataSettings.model_validate({"path": str(folder), "split": "train[2:5]"}), str(folder))
+    assert [table.where(index).rpartition("/")[2] for index in range(3)] == [
+        "a.jsonl, line 3",
+        "b.jsonl, line 1",
+        "b.jsonl, line 2",
+    ]
+
+
+def test_images_stay_as_they_are_stored(tmp_path: Path) -> None:
+    import datasets
+
+    features = datasets.Features({"prompt": datasets.Value("string"), "pictures": datasets.List(datasets.Image())})
+    image = {"bytes": b"no picture", "path": None}
+    stored = datasets.Dataset.from_dict({"prompt": ["p"], "pictures": [[image]]}, features=features)
+    stored.save_to_disk(tmp_path / "saved")
+    table = open_table(DataSettings.model_validate({"path": str(tmp_path / "saved")}), str(tmp_path / "saved"))
+    assert [*table.scan()] == [table.read(0)] == [{"prompt": "p", "pictures": [image]}]
+
+
 def test_a_row_without_a_prompt_is_named_by_file_and_row(tmp_path: Path) -> None:
     path = _parquet(tmp_path / "bad.parquet", [{"prompt": "p"}, {"prompt": None}])
     with pytest.raises(DataError, match=r"bad\.parquet, row 1, got nothing"):
@@ -93,7 +138,12 @@ def test_a_row_without_a_prompt_is_named_by_file_and_row(tmp_path: Path) -> None
     [
         ("a.parquet", "no parquet", {}, r"data set at data\.path .*a\.parquet"),
         ("a.txt", "text", {}, r"expected a file that ends in \.arrow, \.csv"),
-        ("a.jsonl", "{}", {"split": "test"}, r'data\.split = "train", the only split of a jsonl file'),
+        ("a.jsonl", "{}", {"split": "test"}, r"Unknown split .*set data\.split"),
+        ("a.json", '[{"prompt": 1}', {}, r"a list of JSON objects, or one per line, in .*a\.json"),
+        ("a.json", "[1]", {}, r"a JSON object in .*a\.json, row 0, got int"),
+        ("a.csv", "prompt,answer\na,b,c\n", {}, r"as many cells in each row .*a\.csv: .*got 3.*needs quotes"),
+        ("a.csv", "prompt,prompt\na,b\n", {}, r"different names in .*a\.csv, got prompt more than once"),
+        ("a.jsonl.gz", "prompt", {}, r"a readable file at data\.path, got .*a\.jsonl\.gz"),
         ("a.csv", "prompt\nx\n", {"split": "test"}, r"Unknown split .*set data\.split"),
         ("a.csv", "prompt\nx\n", {"subset": "main"}, r"expected no data\.subset"),
     ],

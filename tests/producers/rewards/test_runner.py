@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgpack
 import pytest
 
 from streamrl.producers.rewards import runner as module
-from streamrl.producers.rewards.runner import RewardRunner, ScoreRequest, Scores
+from streamrl.producers.rewards.runner import RewardRunner, ScoreRequest, Scores, packed_request
 from streamrl.producers.rewards.settings import RewardSettings
 from streamrl.schemas.errors import RewardLoadError
 from streamrl.schemas.trajectories import ChatTurn, Prompt
@@ -112,6 +113,16 @@ async def test_a_function_gets_the_arguments_trl_documents() -> None:
         )
         assert await runner.score(request("text")) == Scores({"report_arguments": 1.0}, {})
         assert await runner.score(request("text", prompt=chat)) == Scores({"report_arguments": 1.0}, {})
+
+
+def test_a_function_gets_the_prompt_as_it_stands_in_the_data() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+    turn = ChatTurn.model_validate(call)
+    worded = Prompt(prompt_id="d/0", dataset="d", content="Q: 12*7?", stated="12*7?")
+    chat = Prompt(prompt_id="d/0", dataset="d", content=(ChatTurn(role="system", content="s"), turn), stated=(turn,))
+    as_given = Prompt(prompt_id="d/0", dataset="d", content=(turn,))
+    for prompt, expected in ((worded, "12*7?"), (chat, [call]), (as_given, [call])):
+        assert msgpack.unpackb(packed_request(ScoreRequest(prompt, "84", [1])))["prompt"] == expected
 
 
 async def test_a_process_keeps_its_state_between_calls() -> None:

@@ -26,7 +26,7 @@ from streamrl.schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.messages import Message
 from streamrl.schemas.reports import SkipReason, SkipRecord
-from streamrl.schemas.trajectories import FinishReason, SamplingParams, TokenChunk, Trajectory
+from streamrl.schemas.trajectories import FinishReason, SamplingParams, TokenChunk, Trajectory, WorkOrder
 from tests.schemas.examples import example, examples, trajectory, work_order
 
 ARRAYS = ("prompt_token_ids", "token_ids", "logprobs", "loss_mask")
@@ -88,6 +88,15 @@ def test_how_an_order_is_sampled_survives_the_round_trip_and_older_orders_are_sa
     older = {"max_completion_length": 8, "temperature": 0.7, "top_p": 0.9, "top_k": 50, "seed": None}
     read = SamplingParams.model_validate(older)
     assert (read.min_p, read.stop, read.include_stop_str_in_output, read.truncates) == (0.0, (), False, True)
+
+
+def test_all_that_a_turn_of_a_prompt_has_survives_the_round_trip() -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [{"x": {"y": None}}]}]
+    order = work_order("").replace(prompt={"prompt_id": "p", "dataset": "d", "content": turns, "stated": "é"})
+    read = decode(encode(order), headers_of(order))
+    assert isinstance(read, WorkOrder)
+    assert [turn.model_dump() for turn in read.prompt.content if not isinstance(turn, str)] == turns
+    assert read == order
 
 
 def test_fields_of_a_newer_writer_are_ignored() -> None:
