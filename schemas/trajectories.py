@@ -52,10 +52,12 @@ class Prompt(Part):
     stated: Annotated[str, Field(max_length=1 << 20)] | tuple[ChatTurn, ...] | None = None
 
     @property
-    def tools(self) -> list[JsonValue]:
+    def tools(self) -> list[dict[str, JsonValue]]:
         """The tools that the chat template describes to the model: the column of that name; empty without one."""
         tools = self.columns.get("tools")
-        return [] if isinstance(self.content, str) or not isinstance(tools, list) else tools
+        if isinstance(self.content, str) or not isinstance(tools, list):
+            return []
+        return [tool for tool in tools if isinstance(tool, dict)]
 
     @property
     def text(self) -> str:

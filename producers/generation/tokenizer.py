@@ -80,7 +80,7 @@ class ModelTokenizer:
         return token_ids
 
     def _says_the_same(
-        self, token_ids: list[int], turns: Sequence[Mapping[str, JsonValue]], tools: Sequence[JsonValue]
+        self, token_ids: list[int], turns: Sequence[Mapping[str, JsonValue]], tools: Sequence[Mapping[str, JsonValue]]
     ) -> bool:
         try:
             return self.encode_chat(turns, tools) == token_ids
@@ -111,7 +111,7 @@ class ModelTokenizer:
         return self._plain(text)
 
     def encode_chat(
-        self, turns: Sequence[Mapping[str, JsonValue]], tools: Sequence[JsonValue] | None = None
+        self, turns: Sequence[Mapping[str, JsonValue]], tools: Sequence[Mapping[str, JsonValue]] | None = None
     ) -> list[int]:
         """Token ids of chat turns as the template writes them, with the start of the answer. Needs a chat template.
 

@@ -317,8 +317,8 @@ def _worded(settings: DataSettings, content: Any, where: str) -> tuple[Any, Any]
         text = settings.prompt_template.replace(PLACEHOLDER, content)
         if settings.conversational or system:
             stated = [{"role": "user", "content": content}]
-            turns = [*system, {"role": "user", "content": text}]
-            return turns, None if turns == stated else stated
+            worded = [*system, {"role": "user", "content": text}]
+            return worded, None if worded == stated else stated
         return text, None if text == content else content
     if not isinstance(content, list) or not content:
         raise DataError(f"expected text or a list of chat turns as prompt at {where}, got {type(content).__name__}")
@@ -327,7 +327,7 @@ def _worded(settings: DataSettings, content: Any, where: str) -> tuple[Any, Any]
             f"expected a text as prompt at {where}, because data.prompt_template words texts, got a list of turns; put "
             "the wording into the turns, and leave the setting out"
         )
-    turns = json_safe(content)
+    turns: list[Any] = [json_safe(turn) for turn in content]
     if not system:
         return turns, None
     if any(isinstance(turn, Mapping) and turn.get("role") == "system" for turn in content):

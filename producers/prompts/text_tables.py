@@ -10,7 +10,9 @@ Invariants:
 """
 
 import bz2
+import csv
 import gzip
+import io
 import json
 import lzma
 import os
@@ -218,27 +220,37 @@ def _cells(file: IO[bytes], shown: str, delimiter: str) -> Iterator[Row]:
     """The rows of a csv file, each cell as the text that is written there."""
     require_extra("data", f"data.path {shown!r}")
     import pyarrow
-    from pyarrow import csv
+    from pyarrow import csv as arrow_csv
 
-    reading = csv.ReadOptions(block_size=BLOCK_BYTES)
-    parsing = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    names = _names_in(file, delimiter)
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(f"expected columns of different names in {shown}, got {', '.join(repeated)} more than once")
+    # All columns are declared as text, so that none is guessed to be numbers, dates or truth values.
+    converting = arrow_csv.ConvertOptions(
+        column_types=dict.fromkeys(names, pyarrow.string()),
+        include_columns=names,
+        null_values=[""],
+        strings_can_be_null=True,
+        quoted_strings_can_be_null=False,
+    )
+    reading = arrow_csv.ReadOptions(block_size=BLOCK_BYTES)
+    parsing = arrow_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     try:
-        names: list[str] = csv.open_csv(file, reading, parsing).schema.names
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise DataError(f"expected columns of different names in {shown}, got {', '.join(repeated)} more than once")
-        # All columns are declared as text, so that none is guessed to be numbers, dates or truth values.
-        converting = csv.ConvertOptions(
-            column_types=dict.fromkeys(names, pyarrow.string()),
-            null_values=[""],
-            strings_can_be_null=True,
-            quoted_strings_can_be_null=False,
-        )
-        file.seek(0)
-        for batch in csv.open_csv(file, reading, parsing, converting):
+        for batch in arrow_csv.open_csv(file, reading, parsing, converting):
             yield from batch.to_pylist()
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowKeyError) as error:
         reason = " ".join(str(error).split())
         raise DataError(
             f"expected a csv file in UTF-8 at data.path, with as many cells in each row as in the first, "
             f"got {shown}: {reason}; a text with {delimiter!r} or a line break needs quotes"
         ) from error
+
+
+def _names_in(file: IO[bytes], delimiter: str) -> list[str]:
+    """The names in the first row. The file is at its start afterwards."""
+    # Not by Arrow, which reads ahead in threads that another reader of the file would disturb.
+    lines = io.TextIOWrapper(file, "utf-8-sig", errors="replace", newline="")
+    names = next((names for names in csv.reader(lines, delimiter=delimiter) if names), [])
+    lines.detach()
+    file.seek(0)
+    return names
