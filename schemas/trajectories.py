@@ -413,7 +413,8 @@ class UngradedTrajectory(FinishedCompletion):
     @classmethod
     def of(cls, trajectory: Trajectory, prompt: Prompt) -> Self:
         """A worker's trajectory in the form that graders read."""
-        return cls(**trajectory.__dict__, prompt_json=prompt.model_dump_json())
+        unset = {"stated"} if prompt.stated is None else None
+        return cls(**trajectory.__dict__, prompt_json=prompt.model_dump_json(exclude=unset))
 
     @property
     def prompt(self) -> Prompt:
