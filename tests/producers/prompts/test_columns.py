@@ -75,8 +75,7 @@ def test_a_row_that_does_not_fit_says_what_was_expected(
         (datetime.date(1969, 7, 20), "a date: 1969-07-20"),
     ],
 )
-def test_an_answer_that_could_be_written_otherwise_is_named_by_row_and_type(answer: Any, got: str) -> None:
-    """answers_keep_their_written_form"""
+def test_answers_keep_their_written_form_or_are_named_by_row_and_type(answer: Any, got: str) -> None:
     message = f"expected text as answer .column 'answer'. of x.jsonl, line 1, got {got}; give it as text"
     for rewards in ((), ("exact_match",)):
         with pytest.raises(DataError, match=message):

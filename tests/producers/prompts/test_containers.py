@@ -1,4 +1,4 @@
-"""every_container_gives_the_same_rows: prompts and answers do not depend on the file that holds them."""
+"""Prompts and answers do not depend on the file that holds them."""
 
 import bz2
 import csv
@@ -108,8 +108,7 @@ CELLS: dict[str, Callable[[Path, Rows], Any]] = {
 
 @given(rows)
 @settings(max_examples=40, deadline=None)
-def test_files_of_json_give_the_same_prompts_and_answers(own_cache: Path, rows: Rows) -> None:
-    """every_container_gives_the_same_rows"""
+def test_every_container_gives_the_same_rows(own_cache: Path, rows: Rows) -> None:
     results = {}
     for name, write in JSON_CONTAINERS.items():
         write(own_cache / name, rows)
@@ -119,8 +118,7 @@ def test_files_of_json_give_the_same_prompts_and_answers(own_cache: Path, rows: 
 
 @given(text_rows)
 @settings(max_examples=40, deadline=None)
-def test_cells_are_the_texts_that_json_has_in_quotes(own_cache: Path, rows: Rows) -> None:
-    """text_stays_text"""
+def test_text_stays_text_in_cells(own_cache: Path, rows: Rows) -> None:
     (own_cache / "a.jsonl").write_bytes(as_lines(rows))
     expected = read(own_cache / "a.jsonl")
     assert [answer for _, answer in expected] == [row["answer"] for row in rows]
@@ -180,8 +178,7 @@ def test_csv_that_other_libraries_write_is_read_as_written(own_cache: Path) -> N
     assert read(own_cache / "b.csv") == [(prompt, answer or None) for prompt, answer in expected]
 
 
-def test_one_blank_answer_changes_no_other_answer(own_cache: Path) -> None:
-    """only_an_unquoted_blank_is_nothing"""
+def test_only_an_unquoted_blank_is_nothing(own_cache: Path) -> None:
     (own_cache / "blank.csv").write_text('prompt,answer\n12*7=,84\n3+4=,007\nopen question:,\nempty:,""\n')
     assert [answer for _, answer in read(own_cache / "blank.csv")] == ["84", "007", None, ""]
 

@@ -97,7 +97,6 @@ def test_columns_that_no_order_can_carry_are_refused(columns: dict[str, Any], re
 
 
 def test_the_largest_prompts_that_are_accepted_fit_into_an_order() -> None:
-    """a_row_that_cannot_be_sent_is_left_out"""
     for columns in ({"a": [0] * 99_900}, {"a": "x" * ((2 << 20) - 400)}, {"a": json.loads("[" * 250 + "]" * 250)}):
         order = work_order("").replace(prompt=_prompt("hi", columns), sample_indices=(*range(4096),))
         assert decode(encode(order), headers_of(order)) == order

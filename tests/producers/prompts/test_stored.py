@@ -112,7 +112,6 @@ TOO_LARGE = {"prompt": "x", "y": "y" * (3 << 20)}
     ],
 )
 def test_a_row_that_cannot_be_sent_is_left_out(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
-    """a_row_that_cannot_be_sent_is_left_out"""
     fine = [{"prompt": f"p{n}"} for n in range(5)]
     source = _source(_write(tmp_path / "a.jsonl", [*fine, row, *fine]))
     assert len(source) == 10
