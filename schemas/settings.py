@@ -78,6 +78,13 @@ class LoopSettings(Section):
     include_stop_str_in_output: Annotated[
         bool, Field(description="Whether the text that rewards see includes the stop string.")
     ] = False
+    skip_special_tokens: Annotated[
+        bool,
+        Field(
+            description="Whether the text that rewards see leaves out special tokens, such as a model's <think>. It "
+            "never has the token that ended the completion."
+        ),
+    ] = True
     bucket_boundaries: Annotated[
         tuple[int, ...],
         Field(description="Ascending output lengths in tokens that separate the length buckets; n make n + 1 buckets."),
@@ -134,6 +141,7 @@ class LoopSettings(Section):
             min_p=self.min_p,
             stop=self.stop,
             include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
             seed=seed,
         )
 

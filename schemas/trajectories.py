@@ -94,6 +94,7 @@ class SamplingParams(Part):
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     stop: StopStrings = ()
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     seed: int | None = None
 
     @property

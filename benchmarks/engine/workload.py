@@ -104,7 +104,7 @@ def build_tokenizer(size: int) -> Any:
                 merges.append((piece, letter))
                 tokens.append(piece + letter)
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    return Qwen2Tokenizer(vocab=vocabulary, merges=merges, unk_token=PAD, pad_token=PAD, eos_token=PAD)
+    return Qwen2Tokenizer(vocab=vocabulary, merges=merges, unk_token=PAD, pad_token=PAD, eos_token=None)
 
 
 def build_model(shape: Shape, directory: Path, positions: int) -> int:

@@ -222,6 +222,15 @@ def refuses_too_many(found: PromptSurvey) -> bool:
     return found.refused_count == found.checked or found.refused_count > LIMITS.max_refused_share * found.checked
 
 
+def never_ends(settings: Settings) -> str:
+    """A line for a model that names no token to end a completion with, in a run without stop strings."""
+    return (
+        f"expected a token that ends a completion at {settings.model.path}, got none in generation_config, config and "
+        f"tokenizer: every completion will have loop.max_completion_length = {settings.loop.max_completion_length} "
+        "tokens; set eos_token in tokenizer_config.json, or loop.stop"
+    )
+
+
 def check_task(settings: Settings, *, resumed: bool = False) -> list[str]:
     """Check the task in a separate process; returns warnings.
 
@@ -273,11 +282,12 @@ def checked(settings: Settings, *, resumed: bool = False) -> list[str]:
     open_window(settings.loop, settings.ingest, lambda: 0)  # a user's own priority function may be missing
     asyncio.run(_try_features(settings))
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
+    notes = [] if facts.ends.ids or settings.loop.stop else [never_ends(settings)]
     if settings.data.requests_only:
-        return []
+        return notes
     prompts = SampledPrompts(settings)
     sample = [*prompts.first(MOST_PROMPTS, PROMPTS_PATIENCE_S)]
-    found = survey(tokenizer, sample, min(settings.loop.max_prompt_length, facts.max_length - 1))
+    found = survey(tokenizer, sample, min(settings.loop.max_prompt_length, facts.max_length - 1), facts.vocab_size)
     refused = f"{found.refused_count:,} of {found.checked:,} prompts"
     if found.checked < prompts.total:
         refused += f" (sampled from {prompts.total:,})"
@@ -287,8 +297,8 @@ def checked(settings: Settings, *, resumed: bool = False) -> list[str]:
             "for details: streamrl run --dry-run"
         )
     asyncio.run(_check_rewards(settings, sample[:REWARD_ROWS]))
-    warnings = [f"data: {prompts.left_out}"] if prompts.left_out else []
-    return [*warnings, f"{refused} will be refused and skipped: {found.causes()}"] if found.refused else warnings
+    warnings = [*notes, *([f"data: {prompts.left_out}"] if prompts.left_out else [])]
+    return [*warnings, *([f"{refused} will be refused and skipped: {found.causes()}"] if found.refused else [])]
 
 
 async def _try_features(settings: Settings) -> None:

@@ -15,7 +15,7 @@ from streamrl.producers.gateway.keys import KeyUse
 from streamrl.producers.gateway.links import SequenceRequest, ServedSequence, WorkerPool
 from streamrl.producers.gateway.refusals import ApiError, failed, invalid
 from streamrl.producers.gateway.requests import SamplingFields, ToolDefinition
-from streamrl.producers.gateway.text import ChatTokenizer, ReplyText, SpecialsShown
+from streamrl.producers.gateway.text import ChatTokenizer, ReplyText
 from streamrl.producers.gateway.tool_calls import ParsedReply, ToolCallParser
 from streamrl.producers.gateway.worker_requests import SampledTokens
 from streamrl.producers.generation.engines.port import TokenDelta
@@ -57,10 +57,8 @@ class ServedModel:
 
     def new_text(self, call: "CompletionCall") -> ReplyText:
         """A decoder for the text of one completion of a call."""
-        if call.answer.tools:
-            shown = SpecialsShown(self.tokenizer)
-            return ReplyText(shown, call.sampling, self.parser.openers, shown.is_special)
-        return ReplyText(self.tokenizer, call.sampling)
+        openers = self.parser.openers if call.answer.tools else ()
+        return ReplyText(self.tokenizer.decoder_for(call.sampling), call.sampling, openers)
 
     def parse(self, reply: "Reply", call: "CompletionCall") -> ParsedReply:
         """The text and the tool calls of a complete reply to a call without a forced format."""
@@ -300,9 +298,7 @@ class RunningCall:
 
     def _delta(self, reply: Reply, token_ids: list[int], logprobs: list[float]) -> ReplyDelta:
         reason = reply.sampled.finish_reason
-        ends = reason is FinishReason.STOP and bool(token_ids) and reply.text.hides(token_ids[-1])
-        shown = token_ids[:-1] if ends else token_ids
-        text = reply.text.decode_next(shown) if shown else ""
+        text = reply.text.decode_next(token_ids) if token_ids else ""
         if reason is not None:
             text += reply.text.finish(reason)
         return ReplyDelta(reply, token_ids, logprobs, text, reason)

@@ -166,6 +166,7 @@ class SamplingFields(ApiModel):
     n: Annotated[int, Field(ge=1)] | None = None
     stop: Annotated[str, Field(min_length=1, max_length=256)] | list[str] | None = None
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -58,6 +58,9 @@ class CompletionService:
         form = self._format(request)
         text = conversation_text(request)
         sampling = self._sampling(request, self._limit(request.limit, self.model.loop.max_completion_length))
+        tools = request.offered_tools if form is None else ()
+        if tools:  # some models write special tokens around tool calls
+            sampling = sampling.model_copy(update={"skip_special_tokens": False})
         n = self._count(request.n, 1)
         turn = None
         if form is None and (joined := self._session(request, requester, sampling, n)) is not None:
@@ -72,7 +75,6 @@ class CompletionService:
             prompt = EncodedPrompt(text, await in_thread(chat_token_ids, self.model.tokenizer, request))
         else:
             prompt = EncodedPrompt(text, chat_token_ids(self.model.tokenizer, request))
-        tools = request.offered_tools if form is None else ()
         return CompletionCall(
             "chat",
             (self._fitting(prompt, "messages"),),
@@ -212,6 +214,9 @@ class CompletionService:
             min_p=loop.min_p if request.min_p is None else request.min_p,
             stop=request.stops,
             include_stop_str_in_output=request.include_stop_str_in_output,
+            skip_special_tokens=(
+                loop.skip_special_tokens if request.skip_special_tokens is None else request.skip_special_tokens
+            ),
             seed=request.seed,
         )
         if self.model.engine == "vllm":

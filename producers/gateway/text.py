@@ -4,14 +4,14 @@ Stop strings are cut off, so text that may be the start of one is held back. All
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from pydantic import JsonValue
 
 from streamrl.producers.gateway.refusals import invalid
 from streamrl.producers.gateway.requests import ChatCompletionRequest, ChatMessage
-from streamrl.producers.generation.engines.port import MAX_SAID, Tokenizer
+from streamrl.producers.generation.engines.port import MAX_SAID, Decode, Tokenizer
 from streamrl.producers.generation.incremental_text import IncrementalText
 from streamrl.producers.generation.rollout import shown_text
 from streamrl.schemas.trajectories import FinishReason, SamplingParams
@@ -52,21 +52,8 @@ class ChatTokenizer(Tokenizer, Protocol):
         ...
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a token is a special token, which is no text."""
+        """Whether a token is a special token, or ends a completion."""
         ...
-
-
-class SpecialsShown:
-    """A ``Tokenizer`` whose text includes special tokens, which some models write around tool calls."""
-
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.encode_prompt = tokenizer.encode_prompt
-        self.is_special = tokenizer.is_special
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of tokens."""
-        return self._tokenizer.decode_with_special(token_ids)
 
 
 def chat_token_ids(tokenizer: ChatTokenizer, request: ChatCompletionRequest) -> list[int]:
@@ -131,26 +118,16 @@ class ReplyText:
     text that is held back.
 
     ``openers``: strings that start something that is not sent as text, such as a tool call. Text is held back from the
-    first of them on. ``hides``: whether a token that ended the completion is left out of the text, for tokenizers that
-    write special tokens out.
+    first of them on.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        sampling: SamplingParams,
-        openers: Sequence[str] = (),
-        hides: Callable[[int], bool] = lambda token_id: False,
-    ) -> None:
-        self._decoder = IncrementalText(tokenizer)
+    def __init__(self, decode: Decode, sampling: SamplingParams, openers: Sequence[str] = ()) -> None:
+        self._decoder = IncrementalText(decode)
         self._sampling = sampling
-        self._marks = (*sampling.stop, *openers)
-        # The engine ends the completion at a complete stop string; ``finish`` decides whether the string is sent.
-        self._bounds = tuple(openers) if sampling.include_stop_str_in_output else self._marks
+        self._openers = openers
         self._settled = ""
         self._pending = ""
         self._sent = 0
-        self.hides = hides
 
     @property
     def text(self) -> str:
@@ -164,7 +141,9 @@ class ReplyText:
             self._pending = piece
             return ""
         self._settled, self._pending = self._settled + piece, ""
-        return self._send(self._end(len(self._settled) - self._held_back()))
+        # The engine ends the completion at a stop string, whose last token may have more text.
+        known = shown_text(self._settled, FinishReason.STOP, self._sampling)
+        return self._send(min(len(known), len(self._settled) - self._held_back()))
 
     @property
     def unsent(self) -> str:
@@ -175,21 +154,19 @@ class ReplyText:
         """End the text; the rest to be sent, up to an opener. ``text`` becomes the text that the requester sees."""
         self._settled = shown_text(self.text, reason, self._sampling)
         self._pending = ""
-        return self._send(self._end(len(self._settled)))
+        return self._send(len(self._settled))
 
     def _send(self, end: int) -> str:
+        """The text up to ``end``, or up to the first opener before it, that was not sent yet."""
+        end = min([end, *(at for opener in self._openers if (at := self._settled.find(opener)) >= 0)])
         piece = self._settled[self._sent : end]
         self._sent = max(self._sent, end)
         return piece
 
-    def _end(self, end: int) -> int:
-        """Index of the first opener or stop string before ``end``, or else ``end``."""
-        return min([end, *(at for mark in self._bounds if (at := self._settled.find(mark)) >= 0)])
-
     def _held_back(self) -> int:
         """Number of characters at the end that may be the start of a stop string or of an opener."""
         held = 0
-        for mark in self._marks:
+        for mark in (*self._sampling.stop, *self._openers):
             for length in range(min(len(mark) - 1, len(self._settled)), held, -1):
                 if self._settled.endswith(mark[:length]):
                     held = length

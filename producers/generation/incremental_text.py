@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from streamrl.producers.generation.engines.port import Tokenizer
+from streamrl.producers.generation.engines.port import Decode, Tokenizer
 from streamrl.schemas.trajectories import SamplingParams
 
 _HELD_TIMES = 8
@@ -16,10 +16,10 @@ class IncrementalText:
     moves on. ``is_settled``: later tokens do not change the text that ``decode_next`` returned last.
     """
 
-    __slots__ = ("_held", "_known", "_new", "_shown", "_tokenizer", "_whole", "is_settled")
+    __slots__ = ("_decode", "_held", "_known", "_new", "_shown", "_whole", "is_settled")
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
         self._known: list[int] = []
         self._shown = 0
         self._new: list[int] = []
@@ -28,7 +28,7 @@ class IncrementalText:
 
     def start_after(self, token_ids: Sequence[int]) -> str:
         """Start after existing tokens. Returns the settled part of their text."""
-        tokens, decode = list(token_ids), self._tokenizer.decode
+        tokens, decode = list(token_ids), self._decode
         whole = len(tokens)
         # The last tokens may be part of a character: their text changes when the character is complete.
         ends = range(whole, max(-1, whole - _HELD_TIMES), -1)
@@ -42,7 +42,7 @@ class IncrementalText:
     def decode_next(self, token_ids: Sequence[int]) -> str:
         """Decode more tokens. Returns the text after the settled text."""
         self._new += token_ids
-        piece = self._tokenizer.decode(self._known + self._new)[self._shown :]
+        piece = self._decode(self._known + self._new)[self._shown :]
         # U+FFFD at the end stands for the bytes of an incomplete character, whose text will change. If several tokens
         # arrive at a time, each batch may end within another character; the characters before are complete.
         whole = len(piece.rstrip("\ufffd"))
@@ -52,7 +52,7 @@ class IncrementalText:
         if self.is_settled:
             self._held = self._whole = 0
             self._known, self._new = self._new, []
-            self._shown = len(self._tokenizer.decode(self._known))
+            self._shown = len(self._decode(self._known))
         return piece
 
 
@@ -63,8 +63,8 @@ class StopMatcher:
 
     def __init__(self, sampling: SamplingParams, tokenizer: Tokenizer) -> None:
         self._sampling = sampling
-        self._decode = tokenizer.decode
-        self._text = IncrementalText(tokenizer)
+        self._decode = tokenizer.decoder_for(sampling)
+        self._text = IncrementalText(self._decode)
         # Characters that may be the start of a stop string: all but its last one.
         self._overlap = max(len(one) for one in sampling.stop) - 1
         self._tail = ""

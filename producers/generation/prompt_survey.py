@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from streamrl.producers.generation.engines.port import Tokenizer, encoded
+from streamrl.producers.generation.engines.port import Tokenizer, encoded, refuse_unknown
 from streamrl.schemas.errors import PromptRefused
 from streamrl.schemas.trajectories import Prompt
 
@@ -43,13 +43,15 @@ class PromptSurvey:
         return f"{counts}; {ordered[0][1].prompt_id}: {ordered[0][1].detail}"
 
 
-def survey(tokenizer: Tokenizer, prompts: Iterable[Prompt], longest: int) -> PromptSurvey:
-    """Tokenise prompts as a worker would; ``longest``: most tokens of a prompt."""
+def survey(tokenizer: Tokenizer, prompts: Iterable[Prompt], longest: int, vocab_size: int) -> PromptSurvey:
+    """Tokenise prompts as a worker would. ``longest``: most tokens of a prompt; ``vocab_size``: the model's."""
     lengths: dict[str, int] = {}
     refused: dict[str, RefusedPrompts] = {}
     for prompt in prompts:
         try:
-            lengths[prompt.prompt_id] = len(encoded(tokenizer, prompt, longest))
+            token_ids = encoded(tokenizer, prompt, longest)
+            refuse_unknown(token_ids, vocab_size)
+            lengths[prompt.prompt_id] = len(token_ids)
         except PromptRefused as error:
             first = refused.get(error.cause, RefusedPrompts(0, prompt.prompt_id, str(error)))
             refused[error.cause] = replace(first, count=first.count + 1)

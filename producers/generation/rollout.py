@@ -159,7 +159,8 @@ class Rollout:
             finally:
                 self.load.generating -= 1
         # The slot is free now, so scoring does not delay the engine.
-        text = shown_text(self.tokenizer.decode(completion.token_ids), completion.finish_reason, order.sampling)
+        decode = self.tokenizer.decoder_for(order.sampling)
+        text = shown_text(decode(completion.token_ids), completion.finish_reason, order.sampling)
         scores = await self._score(order, completion, text)
         token_ids, logprobs = completion.arrays()
         try:

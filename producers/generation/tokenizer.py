@@ -1,18 +1,20 @@
-"""The policy's own tokenizer behind the tokenizer port. Knows nothing of engines or sampling.
+"""The policy's own tokenizer behind the tokenizer port. Knows nothing of engines.
 
-Plain text gets the tokens that the tokenizer itself puts in front, such as a beginning-of-sequence token. It gets no
-end-of-sequence token, which would end the prompt. Chat turns get exactly the tokens that the chat template writes.
+Plain text gets the tokens that the tokenizer itself puts in front, such as a beginning-of-sequence token, unless the
+text starts with them. It gets no end-of-sequence token, which would end the prompt. Chat turns get exactly the tokens
+that the chat template writes. A last turn of the assistant is not closed: the completion continues it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from pydantic import JsonValue
-from transformers import AutoTokenizer
 
+from streamrl.producers.generation.engines.port import Decode
+from streamrl.producers.generation.vocabulary import end_tokens, load_tokenizer, special_tokens
 from streamrl.schemas.errors import ModelError, PromptRefused
-from streamrl.schemas.trajectories import Prompt
+from streamrl.schemas.trajectories import Prompt, SamplingParams
 
 _PARTS = ("tool_calls", "tools", "name")
 """Parts of a conversation: if the chat template leaves one out, the prompt is refused. A tool's turn may lose its name,
@@ -29,19 +31,9 @@ class ModelTokenizer:
             ModelError: there is no tokenizer, or the chat template does not read one of the variables.
         """
         self._model_path = model_path
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
-        except Exception as error:
-            reason = next((line for line in str(error).splitlines() if line), type(error).__name__)
-            raise ModelError(
-                f"expected a tokenizer at {model_path}, got: {reason}; use a model directory that has one"
-            ) from error
-        # For a model without tokenizer files the library makes a tokenizer without any text tokens.
-        if not set(self._tokenizer.get_vocab()) - set(self._tokenizer.all_special_tokens):
-            raise ModelError(
-                f"expected a tokenizer at {model_path}, got a model without one (no tokenizer.json or the like); "
-                "copy the files of the tokenizer that belongs to the model into its directory"
-            )
+        self._tokenizer: Any = load_tokenizer(model_path)
+        self.ends = end_tokens(model_path, self._tokenizer)
+        self._no_text = special_tokens(self._tokenizer) | self.ends.texts
         self._chat_template_kwargs = dict(chat_template_kwargs)
         # Templates ignore unknown variables, so a misspelt name would silently have no effect.
         template = str(self._tokenizer.chat_template or "")
@@ -118,29 +110,48 @@ class ModelTokenizer:
         Raises:
             Exception: the template may raise any exception.
         """
-        # Rendered as text first: the template writes its special tokens itself, so tokenising must not add any.
-        more = self._chat_template_kwargs | ({"tools": list(tools)} if tools else {})
-        return self._plain(
-            self._tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=True, **more)
+        continues = turns[-1].get("role") == "assistant"
+        if continues and turns[-1].get("tool_calls"):
+            raise ValueError("expected a tool's turn after an assistant's turn with tool_calls, got none")
+        token_ids: list[int] = self._tokenizer.apply_chat_template(
+            list(turns),
+            tools=list(tools) if tools else None,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            return_dict=False,
+            **self._chat_template_kwargs,
         )
+        return token_ids
+
+    def decoder_for(self, sampling: SamplingParams) -> Decode:
+        """The decoder of the text in which stop strings are found, and which rewards see.
+
+        It leaves out special tokens if ``sampling`` says so, except those that are in a stop string. It leaves out
+        every token that ends a completion, except one that is a stop string.
+        """
+        hidden = self._no_text if sampling.skip_special_tokens else self.ends.texts
+        shown = {
+            number
+            for number, text in hidden.items()
+            if (text in sampling.stop if number in self.ends.texts else any(text in stop for stop in sampling.stop))
+        }
+        return self._decoder_without(hidden.keys() - shown)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of sampled tokens, without special tokens."""
-        return self._decoded(token_ids, skip_special=True)
+        """Text of sampled tokens, without special tokens and tokens that end a completion."""
+        return self._decoder_without(self._no_text.keys())(token_ids)
 
     def decode_with_special(self, token_ids: Sequence[int]) -> str:
         """Text of sampled tokens, including special tokens."""
-        return self._decoded(token_ids, skip_special=False)
+        text: str = self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
+        return text
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a token is a special token, such as the end of a sequence."""
-        return token_id in self._tokenizer.all_special_ids
+        """Whether a token is a special token, or ends a completion."""
+        return token_id in self._no_text
 
-    def _decoded(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
-        text: str = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
-        )
-        return text
+    def _decoder_without(self, hidden: Container[int]) -> Decode:
+        return lambda token_ids: self.decode_with_special([token for token in token_ids if token not in hidden])
 
     def _with_opening(self, text: str) -> list[int]:
         plain = self._plain(text)
@@ -148,7 +159,8 @@ class ModelTokenizer:
         # Finds the text's own tokens in ``special``. Tokens before them are kept, tokens after them are cut off.
         for start in range(len(special) - len(plain) + 1):
             if special[start : start + len(plain)] == plain:
-                return special[: start + len(plain)]
+                # The text may start with the opening itself, as the output of a chat template does.
+                return plain if plain[:start] == special[:start] else special[: start + len(plain)]
         return plain
 
     def _plain(self, text: str) -> list[int]:

@@ -72,7 +72,10 @@ class JudgeOptions:
     base_url: str = ""
     model: str = ""
     prompt: str = JUDGE_PROMPT
-    max_tokens: int = 512
+
+
+MAX_TOKENS = 2048
+"""Most tokens of a judge's answer: room for reasons before the score."""
 
 
 class JudgeError(Exception):
@@ -126,7 +129,7 @@ class LlmJudge:
             "model": self._options.model,
             "messages": [{"role": "user", "content": question}],
             "temperature": 0,
-            "max_tokens": self._options.max_tokens,
+            "max_tokens": MAX_TOKENS,
         }
         async with self._session.post(self._url, json=body) as response:
             if response.status != 200:

@@ -62,7 +62,6 @@ class RewardSettings(Section):
             "ask for 'SCORE:' and a number from 0 to 10. Unset: it asks for what is right and wrong, then the score."
         ),
     ] = None
-    judge_max_tokens: Annotated[int, Field(ge=1, description="Most tokens of the judge's answer.")] = 512
     code_timeout_s: Annotated[
         float,
         Field(gt=0, le=3600, description="Most seconds that a completion's program and its tests may run."),
@@ -156,12 +155,7 @@ class RewardSettings(Section):
     @property
     def built_in_options(self) -> BuiltInOptions:
         """Options of the built-in rewards."""
-        judge = JudgeOptions(
-            base_url=self.judge_base_url or "",
-            model=self.judge_model,
-            prompt=self.judge_prompt or JUDGE_PROMPT,
-            max_tokens=self.judge_max_tokens,
-        )
+        judge = JudgeOptions(self.judge_base_url or "", self.judge_model, self.judge_prompt or JUDGE_PROMPT)
         return BuiltInOptions(self.format_pattern, self.answer_pattern, self.code_timeout_s, judge)
 
     def environment_of(self, function: str) -> tuple[str, ...]:

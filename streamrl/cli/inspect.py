@@ -1,11 +1,11 @@
 """Commands that inspect running and finished runs. All except `dlq retry` only read."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from streamrl.cli.arguments import A_RUN, GivenRun, GivenRuns, LiveRun, Servers
+from streamrl.cli.arguments import A_RUN, OVERRIDES, USAGE, GivenRun, GivenRuns, LiveRun, Servers, split
 from streamrl.inspection.process import (
     DISPLAY_NICENESS,
     NICENESS,
@@ -17,13 +17,17 @@ from streamrl.inspection.process import (
 )
 from streamrl.schemas.errors import UserError
 
+if TYPE_CHECKING:
+    from streamrl.settings.tree import Settings
+
 Export = Annotated[Path | None, typer.Option(metavar="DIR", help="Read exported segments instead of a broker.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands, in the order in which help lists them."""
-    for command in (tail, status, lag, doctor, trace, ui, top, report, audit, export, replay, show):
+    for command in (tail, status, lag, doctor, trace, ui, top, report, audit, export, replay):
         app.command()(command)
+    app.command(context_settings=OVERRIDES, epilog=f"Arguments with --prompt: {USAGE}")(show)
     app.add_typer(dlq, name="dlq")
 
 
@@ -273,21 +277,48 @@ def replay(
 
 
 def show(
+    context: typer.Context,
     trajectory: Annotated[
-        str, typer.Argument(metavar="TRAJECTORY", help="A trajectory's id or partition@offset, or a group's id.")
-    ],
-    run: GivenRun,
+        str | None, typer.Argument(metavar="TRAJECTORY", help="A trajectory's id or partition@offset, or a group's id.")
+    ] = None,
+    run: Annotated[Path | None, typer.Option("--run", metavar="RUN", help=f"{A_RUN}.")] = None,
     export: Export = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    prompt: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, help="Print the run's prompt N (0, 1 ...) instead, also before the run."),
+    ] = None,
 ) -> None:
     """Print a trajectory: tokens by version, rewards, history.
 
-    For a group, it prints the samples, and whether each was trained or skipped.
+    For a group, it prints the samples, and whether each was trained or skipped. With --prompt it prints a prompt as the model sees it,
+    token by token, and where a completion ends.
     """
+    log_to_stderr()
+    arguments = [*([] if trajectory is None else [trajectory]), *context.args]
+    if prompt is not None:
+        from streamrl.inspection.prompt_tokens import show_prompt
+
+        show_prompt(prompt, _settings_to_show(run, arguments), as_json=json)
+        return
+    if trajectory is None or run is None or context.args:
+        got = ", ".join(arguments) or "none"
+        raise UserError(f"expected one TRAJECTORY and --run, got {got}{'' if run else ' without --run'}")
     from streamrl.inspection.replay.show import show as carry_out
 
-    log_to_stderr()
     carry_out(trajectory, run, export, json=json)
+
+
+def _settings_to_show(run: Path | None, arguments: list[str]) -> "Settings":
+    if run is None:
+        from streamrl.settings.loading import load_settings
+
+        return load_settings(*split(arguments), to_look=True)
+    if arguments:
+        raise UserError(f"expected either --run or a configuration file, got --run {run} and {arguments[0]}")
+    from streamrl.inspection.source import open_run
+
+    return open_run(run).settings
 
 
 # Commands that look inside a run: records, state, lag, health and traces. They only read and do not affect the run.

@@ -218,6 +218,9 @@ def show(context: typer.Context, json: Annotated[bool, typer.Option("--json", he
     if json:
         print(settings.model_dump_json(indent=2))
         return
+    from streamrl.inspection.prompt_tokens import completion_ends
+
+    lines.append(f"a completion ends at: {completion_ends(settings)}")
     # The TOML already ends with a line break.
     print(as_toml(settings), end="")
     print("\n".join(["", "# On this machine:", *(f"#   {line}" for line in lines)]))

@@ -25,6 +25,7 @@ from streamrl.deploy.local.task_check import (
     SampledPrompts,
     disk_room,
     fails_too_often,
+    never_ends,
     parameters_of,
     refuses_too_many,
     require_engine,
@@ -150,6 +151,7 @@ def _model(checklist: Checklist, settings: Settings, prompts: SampledPrompts | N
     facts = checklist.attempt("model", lambda: read_model(settings))
     if facts is not None:
         checklist.run("model", lambda: check_model(facts, settings.model.path))
+        checklist.run("model", lambda: check_tokens(settings, facts))
         if prompts:
             sample = prompts.first(MOST_PROMPTS, PROMPTS_PATIENCE_S)
             checklist.run("lengths", lambda: check_lengths(settings, sample, facts, prompts.total))
@@ -231,6 +233,23 @@ def check_model(facts: ModelFacts, path: str) -> Check:
     return Check("model", "ok", f"{path}: {family}, {size}, vocabulary {facts.vocab_size}, {positions}")
 
 
+def check_tokens(settings: Settings, facts: ModelFacts) -> list[Check]:
+    """Checks of the tokens that end a completion, and of the tokenizer's size against the model's."""
+    checks = []
+    if facts.ends.ids or settings.loop.stop:
+        checks.append(Check("ends", "ok", f"a completion ends at {facts.ends}{_stops(settings)}"))
+    else:
+        checks.append(Check("ends", "note", never_ends(settings)))
+    if facts.tokenizer_size > facts.vocab_size:
+        sizes = f"the tokenizer has token ids up to {facts.tokenizer_size - 1}, the model up to {facts.vocab_size - 1}"
+        checks.append(Check("tokenizer", "note", f"{sizes}: prompts with larger ones will be refused"))
+    return checks
+
+
+def _stops(settings: Settings) -> str:
+    return "".join(f" or at the stop string {one!r}" for one in settings.loop.stop)
+
+
 def read_model(settings: Settings) -> ModelFacts:
     """The facts in the model's configuration.
 
@@ -253,7 +272,8 @@ def check_lengths(
     """
     loop = settings.loop
     bound = min(loop.max_prompt_length, facts.max_length - 1)  # a completion needs a position after its prompt
-    found = survey(ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs), prompts, bound)
+    tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
+    found = survey(tokenizer, prompts, bound, facts.vocab_size)
     sample = f" (sampled from {total:,})" if total and found.checked < total else ""
     checks: list[Check] = []
     if found.lengths:

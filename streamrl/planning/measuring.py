@@ -32,8 +32,13 @@ from streamrl.weights.store import WeightStore
 # A copy of a model's directory without an end-of-sequence token, so that completions reach the wanted length. The
 # weights are linked, not copied. This part knows no engine.
 
-REWRITTEN = ("config.json", "generation_config.json")
-END = "eos_token_id"
+END_KEYS = {
+    "config.json": "eos_token_id",
+    "generation_config.json": "eos_token_id",
+    "tokenizer_config.json": "eos_token",
+    "special_tokens_map.json": "eos_token",
+}
+"""The files that name an end, with the key. Without the key a model or tokenizer may have a default, null is none."""
 
 
 def endless_model(model: str, directory: Path) -> Path:
@@ -45,13 +50,13 @@ def endless_model(model: str, directory: Path) -> Path:
     source = _local(model)
     directory.mkdir(parents=True)
     for path in source.iterdir():
-        if path.is_file() and path.name not in REWRITTEN:
+        if path.is_file() and path.name not in END_KEYS:
             # Resolved: a relative target would be looked up next to the link.
             (directory / path.name).symlink_to(path.resolve())
-    for name in REWRITTEN:
+    for name, key in END_KEYS.items():
         if (source / name).is_file():
             content = json.loads((source / name).read_text())
-            (directory / name).write_text(json.dumps(_without_end(content)))
+            (directory / name).write_text(json.dumps(_without(key, content) | {key: None}))
     return directory
 
 
@@ -67,10 +72,10 @@ def _local(model: str) -> Path:
         raise ModelError(f"expected a local model in model.path, got {model!r}; download it first") from error
 
 
-def _without_end(content: dict[str, Any]) -> dict[str, Any]:
+def _without(key: str, content: dict[str, Any]) -> dict[str, Any]:
     # Recursive: a model of several parts has the token in each part's configuration.
     return {
-        name: _without_end(value) if isinstance(value, dict) else None if name == END else value
+        name: _without(key, value) if isinstance(value, dict) else None if name == key else value
         for name, value in content.items()
     }
 

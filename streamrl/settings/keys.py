@@ -134,6 +134,7 @@ REMOVED = {
         ("rewards.judge_pattern", "rewards.judge_scale"),
         "the judge must answer with SCORE: and a number up to 10; say so in rewards.judge_prompt",
     ),
+    "rewards.judge_max_tokens": "always 2048",
     "rewards.judge_key_variable": "the judge's API key is always read from OPENAI_API_KEY",
     "rewards.load_timeout_s": "a function always has 600 s to load",
     **dict.fromkeys(

@@ -9,10 +9,16 @@ from typing import Any
 
 import xxhash
 
-from streamrl.producers.generation.engines.port import GenerationRequest, Interrupted, TokenDelta, refuse_unfit
+from streamrl.producers.generation.engines.port import (
+    Decode,
+    GenerationRequest,
+    Interrupted,
+    TokenDelta,
+    refuse_unfit,
+)
 from streamrl.schemas.errors import EngineError, WeightsError
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.trajectories import FinishReason, Prompt
+from streamrl.schemas.trajectories import FinishReason, Prompt, SamplingParams
 
 VOCAB_SIZE = 128
 
@@ -142,6 +148,9 @@ class FakeTokenizer:
         if not isinstance(prompt.content, str):
             raise ValueError("this tokenizer has no chat template")
         return [ord(character) % VOCAB_SIZE for character in prompt.content]
+
+    def decoder_for(self, sampling: SamplingParams) -> Decode:
+        return self.decode
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))

@@ -6,6 +6,7 @@ import pytest
 
 from streamrl.planning.measuring import endless_model
 from streamrl.planning.profiler import Effort, lines, profile
+from streamrl.producers.generation.engines.model_files import read_facts
 from streamrl.schemas.errors import ModelError, SettingsError
 from streamrl.schemas.profiles import DecodeSettings, DeviceProfile, TrainingCosts
 from streamrl.settings.loading import as_toml, load_settings, validated
@@ -70,6 +71,8 @@ def test_an_endless_model_loads_alike_and_knows_no_end(model: Path, tmp_path: Pa
     before, after = (json.loads((place / "config.json").read_text()) for place in (model, endless))
     assert before["eos_token_id"] == 1
     assert after == before | {"eos_token_id": None}
+    assert read_facts(str(model), None).ends.ids == {1}
+    assert read_facts(str(endless), None).ends.ids == frozenset()
     with pytest.raises(ModelError, match="expected a local model"):
         endless_model("nobody/no-such-model", tmp_path / "other")
 

@@ -29,6 +29,7 @@ import structlog
 from streamrl.bus.waiting import in_thread
 from streamrl.producers.generation.engines.length_trace import LengthTraceSettings, trace_length
 from streamrl.producers.generation.engines.port import (
+    Decode,
     GenerationRequest,
     Interrupted,
     TokenDelta,
@@ -39,7 +40,7 @@ from streamrl.producers.rewards.runner import ScoreRequest, Scores
 from streamrl.schemas.errors import EngineError, WeightsError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
-from streamrl.schemas.trajectories import FinishReason, Prompt
+from streamrl.schemas.trajectories import FinishReason, Prompt, SamplingParams
 
 log = structlog.get_logger()
 
@@ -597,6 +598,10 @@ class FillerTokenizer:
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """As many filler ids as the prompt would have tokens, at least one."""
         return [FILLER_ID] * max(1, math.ceil(len(prompt.text) / self._characters_per_token))
+
+    def decoder_for(self, sampling: SamplingParams) -> Decode:
+        """``decode``: no token is special."""
+        return self.decode
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """A short text with the number of tokens."""

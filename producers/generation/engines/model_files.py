@@ -1,7 +1,7 @@
 """A model on disk: the facts that an engine needs before it loads the model, and checks of new weights against it.
 
-``read_facts`` loads no weights. Vocabulary, context and end tokens come from the configuration, names and shapes of
-tensors from a skeleton on torch's meta device.
+``read_facts`` loads no weights. Vocabulary and context come from the configuration, end tokens also from the tokenizer,
+names and shapes of tensors from a skeleton on torch's meta device.
 
 A published low-rank adapter is checked against the model that the worker has loaded; the base is loaded once.
 
@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
+from streamrl.producers.generation.vocabulary import EndTokens, end_tokens, load_tokenizer, tokenizer_size
 from streamrl.schemas.errors import ModelError, WeightsError
 from streamrl.schemas.weights import ADAPTER, manifest_in, merged_weight, weights_sha256
 from streamrl.weights.tensors import KINDS, map_tensors
@@ -43,11 +44,14 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts of a model. ``max_length``: tokens of prompt and completion; ``eos_token_ids`` may be empty."""
+    """Facts of a model. ``max_length``: tokens of prompt and completion. ``tokenizer_size``: one more than the largest
+    id of its tokenizer, 0 if it has none.
+    """
 
     vocab_size: int
     max_length: int
-    eos_token_ids: frozenset[int]
+    ends: EndTokens
+    tokenizer_size: int
     tensors: Mapping[str, TensorFacts] = field(repr=False)
     config: Any = field(repr=False)
 
@@ -61,7 +65,7 @@ def read_facts(model_path: str, max_model_len: int | None) -> ModelFacts:
     """Read a model's configuration and the names and shapes of its tensors.
 
     Raises:
-        ModelError: there is no model, or it is not a causal language model.
+        ModelError: there is no model, it is not a causal language model, or its files name an end that is no token.
     """
     try:
         config = _quiet_config(model_path)
@@ -72,10 +76,12 @@ def read_facts(model_path: str, max_model_len: int | None) -> ModelFacts:
             f"expected a causal language model at {model_path}, got: {one_line(error)}; "
             f"use a directory that from_pretrained can load"
         ) from error
+    tokenizer = _tokenizer_of(model_path)
     return ModelFacts(
         vocab_size=config.get_text_config().vocab_size,
         max_length=_context(config, max_model_len),
-        eos_token_ids=_eos_token_ids(model_path, config),
+        ends=end_tokens(model_path, tokenizer, config),
+        tokenizer_size=0 if tokenizer is None else tokenizer_size(tokenizer),
         tensors=describe_tensors(skeleton),
         config=config,
     )
@@ -85,6 +91,13 @@ def _quiet_config(model_path: str) -> Any:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     return AutoConfig.from_pretrained(model_path)
+
+
+def _tokenizer_of(model_path: str) -> Any:
+    try:
+        return load_tokenizer(model_path)
+    except ModelError:  # an engine can sample without one, and whoever needs text reports this
+        return None
 
 
 def _context(config: Any, max_model_len: int | None) -> int:
@@ -103,19 +116,6 @@ def describe_tensors(model: torch.nn.Module) -> dict[str, TensorFacts]:
         name: TensorFacts(tuple(tensor.shape), tensor.is_floating_point(), owner_of.get(name, name))
         for name, tensor in model.state_dict().items()
     }
-
-
-def _eos_token_ids(model_path: str, config: Any) -> frozenset[int]:
-    # The generation config comes first: chat models list several end tokens there, but only one in the configuration.
-    try:
-        found = GenerationConfig.from_pretrained(model_path).eos_token_id
-    except OSError:
-        found = None
-    if found is None:
-        found = getattr(config.get_text_config(), "eos_token_id", None)
-    if found is None:
-        return frozenset()
-    return frozenset([found] if isinstance(found, int) else found)
 
 
 def check_weights(directory: Path, tensors: Mapping[str, TensorFacts]) -> dict[str, Path]:

@@ -4,7 +4,7 @@ Below them: the port of a decoder, which computes for an engine's thread, and th
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from streamrl.producers.generation.incremental_text import StopMatcher
 
 WeightsT = TypeVar("WeightsT")
+Decode = Callable[[Sequence[int]], str]
+"""Turns token ids into text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +133,8 @@ class Tokenizer(Protocol):
         """Token ids of a prompt. Chat turns go through the model's chat template."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of sampled tokens, without special tokens."""
+    def decoder_for(self, sampling: SamplingParams) -> Decode:
+        """The decoder of the text in which stop strings are found, and which rewards see."""
         ...
 
 
@@ -170,6 +172,20 @@ def refuse_unfit(token_ids: Sequence[int], longest: int) -> None:
         raise PromptRefused("no tokens", expected)
     if len(token_ids) > longest:
         raise PromptRefused(f"longer than {longest} tokens", expected)
+
+
+def refuse_unknown(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse a prompt with tokens that are not in the model's vocabulary.
+
+    Raises:
+        PromptRefused: there is such a token.
+    """
+    if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        raise PromptRefused(
+            f"token ids above the model's {vocab_size}",
+            f"expected token ids below {vocab_size}, got {min(token_ids)} to {max(token_ids)}; "
+            "use the model's own tokenizer",
+        )
 
 
 def refuse_schema(request: GenerationRequest, engine: str) -> None:

@@ -155,11 +155,11 @@ class SlotDecoder:
     def _record(self, sampled: Sequence[float], logprobs: Sequence[float]) -> Iterable[ActiveCompletion]:
         advanced = list(self._rows)
         ended = []
-        eos_token_ids = self._facts.eos_token_ids
+        ends = self._facts.ends.ids
         for row, completion in enumerate(advanced):
             token = int(sampled[row])
             completion.extend((token,), (logprobs[row],))
-            if token in eos_token_ids:
+            if token in ends:
                 completion.finish_reason = FinishReason.STOP
             elif completion.generated >= completion.limit:
                 completion.finish_reason = FinishReason.LENGTH

@@ -29,6 +29,7 @@ from streamrl.producers.generation.engines.port import (
     TokenDelta,
     Tokenizer,
     refuse_unfit,
+    refuse_unknown,
 )
 from streamrl.producers.generation.incremental_text import StopMatcher
 from streamrl.producers.generation.pace import CHUNK_TOKENS
@@ -174,12 +175,7 @@ class ThreadedEngine:
         facts = self._running_facts()
         prompt = request.prompt_token_ids
         refuse_unfit(prompt, facts.max_length - 1)  # a completion needs at least one position after it
-        if not 0 <= min(prompt) <= max(prompt) < facts.vocab_size:
-            raise PromptRefused(
-                f"token ids above the model's {facts.vocab_size}",
-                f"expected token ids below {facts.vocab_size}, got {min(prompt)} to {max(prompt)}; "
-                "use the model's own tokenizer",
-            )
+        refuse_unknown(prompt, facts.vocab_size)
         prefix = request.prefix_token_ids
         if prefix and not 0 <= min(prefix) <= max(prefix) < facts.vocab_size:
             found = f"{min(prefix)} to {max(prefix)}"
@@ -316,7 +312,7 @@ class ThreadedEngine:
             return None
         found = completion.matcher is not None and completion.matcher.start_after(prefix)
         assert self._facts is not None, "requests come after the start"
-        if found or prefix[-1] in self._facts.eos_token_ids:
+        if found or prefix[-1] in self._facts.ends.ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if completion.generated >= completion.limit else None
 

@@ -217,9 +217,9 @@ class VllmDecoder:
             min_p=wanted.min_p,
             seed=wanted.seed,
             structured_outputs=self._structure(completion.request),
-            stop_token_ids=sorted(self._facts.eos_token_ids),
-            # Otherwise the tokenizer's end token would end completions, too, even if the model has another. With a JSON
-            # schema it must, since a complete JSON value has to end.
+            stop_token_ids=sorted(self._facts.ends.ids),
+            # These are all ends, the tokenizer's too. With a JSON schema vLLM needs its own end token, since a complete
+            # JSON value has to end.
             ignore_eos=not completion.request.json_schema,
             logprobs=0,
             detokenize=False,

@@ -128,8 +128,7 @@ def pieces_of(model_path: str) -> Piece:
         tokenizer = ModelTokenizer(model_path)
     except ModelError:
         return lambda token_id: f"#{token_id}"
-    # The tokenizer omits special tokens from decoded text, so their ids are shown.
-    return lambda token_id: tokenizer.decode([token_id]) or f"#{token_id}"
+    return lambda token_id: tokenizer.decode_with_special([token_id]) or f"#{token_id}"
 
 
 def _styles(trajectory: Trajectory) -> dict[PolicyVersion, str]:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from streamrl.deploy.local.task_check import FLOOR_BYTES, check_task, checked, disk_room, require_readable
+from streamrl.deploy.local.task_check import FLOOR_BYTES, check_task, checked, disk_room, never_ends, require_readable
 from streamrl.init.preflight import check_engine, check_storage
+from streamrl.planning.measuring import endless_model
 from streamrl.schemas.errors import ModelError, RewardLoadError, UserError
 from streamrl.settings.loading import validated
 from streamrl.settings.tree import Settings
@@ -76,6 +77,12 @@ def test_a_mixture_with_too_long_prompts_goes_on_with_a_warning(task: Any) -> No
     (warning,) = checked(task(["x" * 127, "x" * 128, "short", "x" * 300]))
     assert warning.startswith("2 of 4 prompts will be refused and skipped: 2 longer than 127 tokens; p/")
     assert checked(task(["x" * 127, "short"])) == []
+
+
+@pytest.mark.processes
+def test_a_model_without_an_end_goes_on_with_a_warning(task: Any, model: Path, tmp_path: Path) -> None:
+    settings = task(["short"], path=endless_model(str(model), tmp_path / "endless"))
+    assert checked(settings) == [never_ends(settings)]
 
 
 def test_a_pointless_run_is_refused_with_one_of_the_prompts_that_cannot_be_sampled(task: Any) -> None:

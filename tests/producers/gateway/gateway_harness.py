@@ -17,7 +17,7 @@ from streamrl.producers.gateway.keys import KeyFile
 from streamrl.producers.gateway.settings import GatewaySettings
 from streamrl.producers.gateway.tool_calls import HermesToolCalls
 from streamrl.producers.gateway.worker_requests import RequestSlots
-from streamrl.producers.generation.engines.port import GenerationRequest, TokenDelta, refuse_unfit
+from streamrl.producers.generation.engines.port import Decode, GenerationRequest, TokenDelta, refuse_unfit
 from streamrl.producers.generation.pace import pace_of
 from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.producers.generation.worker import GenerationWorker, RunContext
@@ -26,7 +26,7 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import Heartbeat
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import HEARTBEATS, TRAJECTORIES
-from streamrl.schemas.trajectories import FinishReason, Prompt, Trajectory
+from streamrl.schemas.trajectories import FinishReason, Prompt, SamplingParams, Trajectory
 from streamrl.weights.fetch import WeightsFetcher
 from tests.fakes.publisher import FailingBus
 from tests.fakes.scorer import FakeScorer
@@ -142,6 +142,9 @@ class CharacterTokenizer:
                 raise ValueError("no such turn")
             lines.append(f"{turn['role']}: {turn['content']}")
         return self.encode_text("\n".join(lines))
+
+    def decoder_for(self, sampling: SamplingParams) -> Decode:
+        return self.decode
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(character(token) for token in token_ids if token)

@@ -20,7 +20,7 @@ TOKENIZER = ByteTokenizer()
 
 def sent(text: str, cuts: Sequence[int], sampling: SamplingParams, openers: Sequence[str] = ()) -> list[str]:
     """The pieces that are sent as the text's tokens come in pieces of these lengths, the engine ending at a stop."""
-    tokens, reply, pieces = TOKENIZER.encode(text), ReplyText(TOKENIZER, sampling, openers), []
+    tokens, reply, pieces = TOKENIZER.encode(text), ReplyText(TOKENIZER.decode, sampling, openers), []
     at, seen = 0, 0
     while seen < len(tokens):
         step = cuts[at % len(cuts)]
@@ -52,6 +52,42 @@ def test_pieces_make_the_text_that_is_shown(text: str, stop: list[str], cuts: li
     assert not any("�" in piece for piece in pieces), "no half characters"
 
 
+@given(
+    words=st.lists(st.sampled_from(["4", " what", "a", "ab", "<é", "<think>", "</think>", "é\n", "<|im_end|>"])),
+    stop=st.lists(st.sampled_from(["wh", "b", "ab<", "</think>", "hat<think>", "é", "<|im_end|>", "\n"]), max_size=3),
+    cuts=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    flags=st.tuples(st.booleans(), st.booleans()),
+)
+@example(words=["4", " what"], stop=["wh"], cuts=[1], flags=(True, True))
+@example(words=["4", "</think>"], stop=["</think>"], cuts=[1], flags=(True, True))
+@settings(deadline=None, max_examples=200)
+def test_a_stream_sends_what_is_recorded(
+    words: list[str], stop: list[str], cuts: list[int], flags: tuple[bool, bool]
+) -> None:
+    """A token may have text behind the stop string, and special tokens may be text."""
+    special = {"<think>", "</think>", "<|im_end|>"}
+    sampling = SamplingParams(
+        max_completion_length=99, stop=tuple(stop), include_stop_str_in_output=flags[0], skip_special_tokens=flags[1]
+    )
+    hidden = {one for one in special if flags[1] and not any(one in each for each in stop)}
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return "".join(words[token] for token in token_ids if words[token] not in hidden)
+
+    # The engine ends the completion with the token that completes a stop string.
+    tokens = list(range(len(words)))
+    ends = (end for end in tokens if sampling.find_stop(decode(tokens[: end + 1])) is not None)
+    tokens = tokens[: next(ends, len(tokens)) + 1]
+    reply, pieces, at = ReplyText(decode, sampling), [], 0
+    for number in range(len(tokens)):
+        step = cuts[number % len(cuts)]
+        if at < len(tokens):
+            pieces.append(reply.decode_next(tokens[at : at + step]))
+            at += step
+    pieces.append(reply.finish(FinishReason.STOP))
+    assert "".join(pieces) == reply.text == shown_text(decode(tokens), FinishReason.STOP, sampling)
+
+
 def test_what_can_be_sent_is_not_held_back() -> None:
     sampling = SamplingParams(max_completion_length=9, stop=("###",))
     assert sent("ab#c##", [1], sampling) == ["a", "b", "", "#c", "", "", "##"]
@@ -61,7 +97,7 @@ def test_from_an_opener_on_nothing_is_sent() -> None:
     sampling = SamplingParams(max_completion_length=99)
     pieces = sent("so <tool<tool_call>x", [1], sampling, HermesToolCalls().openers)
     assert "".join(pieces) == "so <tool"
-    reply = ReplyText(TOKENIZER, sampling, ("<tool_call>",))
+    reply = ReplyText(TOKENIZER.decode, sampling, ("<tool_call>",))
     reply.decode_next(TOKENIZER.encode("so <tool_call>x"))
     reply.finish(FinishReason.STOP)
     assert reply.unsent == "<tool_call>x"

@@ -7,9 +7,12 @@ from pydantic import JsonValue
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from streamrl.producers.generation.incremental_text import StopMatcher
+from streamrl.producers.generation.rollout import shown_text
 from streamrl.producers.generation.tokenizer import ModelTokenizer
 from streamrl.schemas.errors import ModelError, PromptRefused
-from streamrl.schemas.trajectories import ChatTurn, Prompt
+from streamrl.schemas.trajectories import ChatTurn, FinishReason, Prompt, SamplingParams
+from tests.producers.generation.chat_templates import Family, save_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}{% endfor %}"
@@ -120,3 +123,45 @@ def test_a_missing_tokenizer_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="expected a tokenizer at") as caught:
         ModelTokenizer(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+THINKING = Family("", ("<think>", "</think>", "<|im_end|>", "<|eot|>"), "<|im_end|>", "")
+WRITTEN = "<think>12*7</think>84<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("stop", "included", "skips", "sampled", "shown"),
+    [
+        ((), False, True, WRITTEN, "12*784"),
+        ((), False, False, WRITTEN, "<think>12*7</think>84"),
+        (("84",), False, False, "<think>12*7</think>84", "<think>12*7</think>"),
+        # A stop string may be a special token, or have one in it.
+        (("</think>",), False, True, "<think>12*7</think>", "12*7"),
+        (("</think>",), True, True, "<think>12*7</think>", "12*7</think>"),
+        (("</think>",), True, False, "<think>12*7</think>", "<think>12*7</think>"),
+        (("</think>8",), False, True, "<think>12*7</think>8", "12*7"),
+        (("7</think>8",), True, True, "<think>12*7</think>8", "12*7</think>8"),
+        # So may the token that ends a completion by itself.
+        (("<|im_end|>",), False, True, WRITTEN, "12*784"),
+        (("<|im_end|>",), True, True, WRITTEN, "12*784<|im_end|>"),
+        (("\n<|im_end|>",), False, True, WRITTEN, "12*784"),
+        (("<|eot|>",), False, True, "84<|eot|>", "84"),
+    ],
+)
+def test_stop_strings_may_be_special_tokens_and_rewards_may_see_them(
+    tmp_path: Path, stop: tuple[str, ...], included: bool, skips: bool, sampled: str, shown: str
+) -> None:
+    save_tokenizer(THINKING, tmp_path)
+    tokenizer = ModelTokenizer(str(tmp_path))
+    sampling = SamplingParams(
+        max_completion_length=99, stop=stop, include_stop_str_in_output=included, skip_special_tokens=skips
+    )
+    token_ids = tokenizer.encode_more(sampled)
+    assert shown_text(tokenizer.decoder_for(sampling)(token_ids), FinishReason.STOP, sampling) == shown
+    if not stop or sampled == WRITTEN:
+        return
+    for known in range(len(token_ids)):  # the beginning may have been sampled elsewhere
+        matcher = StopMatcher(sampling, tokenizer)
+        ended = [known] if known and matcher.start_after(token_ids[:known]) else []
+        ended += [end for end in range(known + 1, len(token_ids) + 1) if matcher.is_complete(end, token_ids[:end])]
+        assert ended == [len(token_ids)]

@@ -10,11 +10,11 @@ from random import Random
 
 import xxhash
 
-from streamrl.producers.generation.engines.port import GenerationRequest, Interrupted, TokenDelta
+from streamrl.producers.generation.engines.port import Decode, GenerationRequest, Interrupted, TokenDelta
 from streamrl.producers.rewards.runner import ScoreRequest, Scores
 from streamrl.schemas.errors import EngineError, PromptRefused
 from streamrl.schemas.identifiers import PolicyVersion, make_prompt_id
-from streamrl.schemas.trajectories import FinishReason, Prompt
+from streamrl.schemas.trajectories import FinishReason, Prompt, SamplingParams
 
 VOCABULARY = 64
 MARKS, POSITIONS, POLICIES = 1000, 64, 32
@@ -153,6 +153,10 @@ class SimTokenizer:
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """By the prompt's name."""
         return [xxhash.xxh32_intdigest(prompt.prompt_id.encode()) % VOCABULARY, 1, 2]
+
+    def decoder_for(self, sampling: SamplingParams) -> Decode:
+        """The same for all parameters."""
+        return self.decode
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """How many there are."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.deploy.local.task_check import parameters_of
+from streamrl.deploy.local.task_check import never_ends, parameters_of
 from streamrl.init.preflight import (
     Check,
     check_engine,
@@ -14,12 +14,15 @@ from streamrl.init.preflight import (
     check_model,
     check_rewards,
     check_storage,
+    check_tokens,
     closing_line,
     dry_run,
     read_model,
 )
 from streamrl.observability.metrics.settings import TrackingSettings
 from streamrl.observability.metrics.tracking import check_installed
+from streamrl.planning.measuring import endless_model
+from streamrl.producers.generation.vocabulary import load_tokenizer
 from streamrl.schemas.errors import ModelError, SettingsError, UserError
 from streamrl.schemas.trajectories import ChatTurn, Prompt
 from streamrl.settings.loading import validated
@@ -58,6 +61,38 @@ def test_a_model_whose_weights_are_cut_short_fails(model: Path, tmp_path: Path) 
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ModelError, match=r"in model\.safetensors of [\d,]+ bytes: truncated"):
         check_model(read_model(settings_of(broken, tmp_path)), str(broken))
+
+
+def test_ends_are_shown_and_a_model_without_one_is_noted(model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model, tmp_path)
+    (ends,) = check_tokens(settings, read_model(settings))
+    assert str(ends) == "ok    ends         a completion ends at '<eos>' (1: generation_config, config, tokenizer)"
+    endless = settings_of(endless_model(str(model), tmp_path / "endless"), tmp_path)
+    (note,) = check_tokens(endless, read_model(endless))
+    assert (note.state, note.detail) == ("note", never_ends(endless))
+    assert "every completion will have loop.max_completion_length = 32 tokens" in note.detail
+    stopped = settings_of(tmp_path / "endless", tmp_path, stop=["."])
+    (ok,) = check_tokens(stopped, read_model(stopped))
+    assert (ok.state, ok.detail.endswith("tokenizer name none) or at the stop string '.'")) == ("ok", True)
+
+
+def test_a_tokenizer_larger_than_the_model_is_noted_and_prompts_with_its_tokens_are_refused(
+    model: Path, tmp_path: Path
+) -> None:
+    larger = shutil.copytree(model, tmp_path / "larger")
+    tokenizer = load_tokenizer(str(larger))
+    tokenizer.add_tokens(["&&"])
+    tokenizer.save_pretrained(larger)
+    settings = settings_of(larger, tmp_path)
+    facts = read_model(settings)
+    _, note = check_tokens(settings, facts)
+    assert note.state == "note"
+    assert note.detail == (
+        "the tokenizer has token ids up to 97, the model up to 96: prompts with larger ones will be refused"
+    )
+    assert [check.state for check in check_lengths(settings, [prompt("short")], facts)] == ["ok"]
+    (fail,) = check_lengths(settings, [prompt("a&&b")], facts)
+    assert (fail.state, "1 token ids above the model's 97; p/4: expected token" in fail.detail) == ("fail", True)
 
 
 def test_prompts_that_would_end_in_error_are_counted_and_the_longest_named(model: Path, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from tests.progress import bounded_by_progress
 VOCAB = 128
 EOS = 1
 UNKNOWN = {"unk_token": "<pad>"}
-SPECIAL = {"eos_token": "<eos>", "pad_token": "<pad>"}
+SPECIAL = {"pad_token": "<pad>"}
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
     "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -170,7 +170,8 @@ def build_model(directory: Path, eos_token_id: int | None, *, tied: bool = False
     letters = {"<pad>": 0, "<eos>": EOS} | {chr(index + 30): index for index in range(2, VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(letters, **UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL).save_pretrained(directory)
+    end = None if eos_token_id is None else "<eos>"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, **SPECIAL).save_pretrained(directory)
     return directory
 
 
@@ -221,12 +222,14 @@ def no_eos_version(no_eos_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def characters_dir(no_eos_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model without an end token, its tokenizer with one; a character a token, and a template that reads tools."""
+    """The model without an end token, its tokenizer with one, which JSON schemas need; a character a token, and a
+    template that reads tools.
+    """
     directory = tmp_path_factory.mktemp("characters")
     shutil.copytree(no_eos_dir, directory, dirs_exist_ok=True)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.decoder = decoders.Fuse()
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", **SPECIAL)
     made.chat_template = TEMPLATE
     made.save_pretrained(directory)
     return directory

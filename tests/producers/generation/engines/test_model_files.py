@@ -22,9 +22,9 @@ from tests.producers.generation.engines.conftest import EOS, VOCAB, build_model
 
 def test_facts_come_from_the_directory(model_dir: Path, no_eos_dir: Path) -> None:
     facts = read_facts(str(model_dir), None)
-    assert (facts.vocab_size, facts.max_length, facts.eos_token_ids) == (VOCAB, 1024, frozenset({EOS}))
+    assert (facts.vocab_size, facts.max_length, facts.ends.ids) == (VOCAB, 1024, frozenset({EOS}))
     assert facts.tensors["lm_head.weight"].shape == (VOCAB, 64)
-    assert read_facts(str(no_eos_dir), None).eos_token_ids == frozenset()
+    assert read_facts(str(no_eos_dir), None).ends.ids == frozenset()
 
 
 def test_the_length_can_be_lowered_but_not_raised(model_dir: Path) -> None:

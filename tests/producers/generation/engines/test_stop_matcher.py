@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
-from streamrl.producers.generation.engines.port import ActiveCompletion
+from streamrl.producers.generation.engines.port import ActiveCompletion, Decode
 from streamrl.producers.generation.incremental_text import StopMatcher
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.trajectories import Prompt, SamplingParams
@@ -31,6 +31,9 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
+
+    def decoder_for(self, sampling: SamplingParams) -> Decode:
+        return self.decode
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(token_ids))

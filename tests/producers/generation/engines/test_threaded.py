@@ -12,6 +12,7 @@ import pytest
 from streamrl.producers.generation.engines.model_files import ModelFacts
 from streamrl.producers.generation.engines.port import ActiveCompletion, DecoderLost, GenerationRequest
 from streamrl.producers.generation.engines.threaded import ThreadedEngine
+from streamrl.producers.generation.vocabulary import EndTokens
 from streamrl.schemas.errors import EngineError, ModelError, PromptRefused, WeightsError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.trajectories import FinishReason
@@ -50,7 +51,7 @@ class CountingDecoder:
         if self.loads_until_given_up:
             self.given_up.wait()
             raise ModelError("expected a model that is wanted")
-        return ModelFacts(1000, 5000, frozenset(), {}, None)
+        return ModelFacts(1000, 5000, EndTokens({}, {}), 0, {}, None)
 
     def give_up(self) -> None:
         self.given_up.set()
