@@ -84,7 +84,7 @@ def end_tokens(model_path: str, tokenizer: Any, config: Any = None) -> EndTokens
     size = getattr(text_config, "vocab_size", None)
     places: dict[int, tuple[str, ...]] = {}
     for place, value in named.items():
-        for number in _token_ids(value, tokenizer, f"{place} of {model_path}"):
+        for number in dict.fromkeys(_token_ids(value, tokenizer, f"{place} of {model_path}")):
             # Ids that the model cannot sample, such as -1, end nothing.
             if number >= 0 and (size is None or number < size):
                 places[number] = (*places.get(number, ()), place)
