@@ -45,8 +45,9 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
 
 
 def tokenizer_size(tokenizer: Any) -> int:
-    """One more than the largest token id. Ids may have gaps, so it may exceed the number of tokens."""
-    return 1 + max(tokenizer.get_vocab().values(), default=-1)
+    """One more than the largest id of a token that is not special."""
+    # Special tokens do not count: the library adds its own defaults, such as <|endoftext|>, which no prompt has.
+    return 1 + max(set(tokenizer.get_vocab().values()) - special_tokens(tokenizer).keys(), default=-1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,7 +221,7 @@ def _embedded() -> Check:
 
 
 def check_model(facts: ModelFacts, path: str) -> Check:
-    """A check of the model's weights, with its family, size and context.
+    """A check of the model's weights, with its family, size, context and ends.
 
     Raises:
         ModelError: the weights are missing, incomplete, or those of another model.
@@ -230,24 +230,17 @@ def check_model(facts: ModelFacts, path: str) -> Check:
     positions = "unlimited positions" if facts.max_length == UNLIMITED else f"{facts.max_length} positions"
     family = ", ".join(getattr(facts.config, "architectures", None) or [type(facts.config).__name__])
     size = f"{parameters_of(facts) / 1e6:.3g} million parameters"
-    return Check("model", "ok", f"{path}: {family}, {size}, vocabulary {facts.vocab_size}, {positions}")
+    kind = f"{path}: {family}, {size}, vocabulary {facts.vocab_size}, {positions}"
+    return Check("model", "ok", f"{kind}; a completion ends at {facts.ends}")
 
 
 def check_tokens(settings: Settings, facts: ModelFacts) -> list[Check]:
-    """Checks of the tokens that end a completion, and of the tokenizer's size against the model's."""
-    checks = []
-    if facts.ends.ids or settings.loop.stop:
-        checks.append(Check("ends", "ok", f"a completion ends at {facts.ends}{_stops(settings)}"))
-    else:
-        checks.append(Check("ends", "note", never_ends(settings)))
+    """Notes on a model without an end, and on a tokenizer that is larger than the model."""
+    notes = [] if facts.ends.ids or settings.loop.stop else [never_ends(settings)]
     if facts.tokenizer_size > facts.vocab_size:
         sizes = f"the tokenizer has token ids up to {facts.tokenizer_size - 1}, the model up to {facts.vocab_size - 1}"
-        checks.append(Check("tokenizer", "note", f"{sizes}: prompts with larger ones will be refused"))
-    return checks
-
-
-def _stops(settings: Settings) -> str:
-    return "".join(f" or at the stop string {one!r}" for one in settings.loop.stop)
+        notes.append(f"{sizes}: prompts with larger ones will be refused")
+    return [Check("model", "note", note) for note in notes]
 
 
 def read_model(settings: Settings) -> ModelFacts:

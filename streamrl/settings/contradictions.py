@@ -22,7 +22,7 @@ from streamrl.settings.features import ExclusionRule, features
 from streamrl.settings.layers import SettingsLayers
 from streamrl.settings.tree import Settings
 
-_OF_THE_JUDGE = ("base_url", "model", "prompt", "max_tokens")
+_OF_THE_JUDGE = ("base_url", "model", "prompt")
 
 
 def _functions(settings: Settings) -> set[str]:

@@ -45,7 +45,7 @@ class TensorFacts:
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """Facts of a model. ``max_length``: tokens of prompt and completion. ``tokenizer_size``: one more than the largest
-    id of its tokenizer, 0 if it has none.
+    id of its tokenizer's ordinary tokens, 0 if it has none.
     """
 
     vocab_size: int
