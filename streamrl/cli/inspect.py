@@ -291,8 +291,8 @@ def show(
 ) -> None:
     """Print a trajectory: tokens by version, rewards, history.
 
-    For a group, it prints the samples, and whether each was trained or skipped. With --prompt it prints a prompt as the model sees it,
-    token by token, and where a completion ends.
+    For a group, it prints the samples, and whether each was trained or skipped. With --prompt it prints a prompt as the
+    model sees it, token by token, and where a completion ends.
     """
     log_to_stderr()
     arguments = [*([] if trajectory is None else [trajectory]), *context.args]
