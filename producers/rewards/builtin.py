@@ -6,11 +6,11 @@ the completion contains. The library of ``math_verify`` is loaded only when that
 """
 
 import re
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from streamrl.producers.rewards.answers import accepted, answer_in
 from streamrl.producers.rewards.judges import CODE_TESTS, LLM_JUDGE, JudgeOptions, LlmJudge, code_tests
 
 Reward = Callable[..., Any]
@@ -19,10 +19,6 @@ DATASET = "dataset"
 BUILT_IN = ("math_verify", "exact_match", "format", LLM_JUDGE, CODE_TESTS)
 THINK_ANSWER = r"\s*<think>(?!.*<think>).*</think>\s*<answer>(?!.*<answer>).*</answer>\s*"
 """One pair of think tags, then one pair of answer tags, and nothing around them."""
-PARSING_TIMEOUT_S = 3
-COMPARING_TIMEOUT_S = 3
-"""Seconds for one comparison: hundreds of times what an ordinary answer takes, so that right answers are not wrong on a
-busy machine."""
 MAX_CHARACTERS = 20_000
 """Last characters of a completion that are searched for an answer: the search is quadratic at worst."""
 
@@ -74,15 +70,6 @@ def texts_of(completions: Sequence[Any]) -> list[str]:
     return [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
 
 
-def answer_in(text: str, pattern: str | None) -> str | None:
-    """The first group of the pattern's last match, or the whole text without a pattern; None if nothing matches."""
-    if pattern is None:
-        return text
-    # re finds matches only from the front, so all are iterated and the last is kept.
-    last = deque(re.finditer(pattern, text, re.DOTALL), maxlen=1)
-    return last[0][1 if last[0].re.groups else 0] if last else None
-
-
 def _column_of(answers: Sequence[Any] | None) -> Sequence[Any]:
     """The column of answers.
 
@@ -94,25 +81,19 @@ def _column_of(answers: Sequence[Any] | None) -> Sequence[Any]:
     return answers
 
 
-def accepted(answer: Any) -> list[str]:
-    """The answers that an entry of the column accepts, as texts: one, or each of a list."""
-    return [str(one).strip() for one in (answer if isinstance(answer, list) else [answer])]
-
-
 def exact_match(answer_pattern: str | None = None) -> Reward:
     """The reward function: 1 if the answer is the expected one, up to white space around it; else 0.
 
     Its reward is None if the row has no expected answer.
     """
 
-    def score(completions: Sequence[Any], answer: Sequence[Any] | None = None, **_columns: Any) -> list[float | None]:
-        found = [answer_in(text, answer_pattern) for text in texts_of(completions)]
-        return [
-            None if wanted is None else float(one is not None and one.strip() in accepted(wanted))
-            for one, wanted in zip(found, _column_of(answer), strict=True)
-        ]
+    def judge(text: str, wanted: Any) -> float | None:
+        if not (texts := accepted(wanted)):
+            return None
+        found = answer_in(text, answer_pattern)
+        return float(found is not None and found.strip() in texts)
 
-    return score
+    return _by_answer(judge)
 
 
 def matches_format(pattern: str) -> Reward:
@@ -128,37 +109,31 @@ def matches_format(pattern: str) -> Reward:
 def math_verify(answer_pattern: str | None = None) -> Reward:
     """The reward function: 1 if the last formula or number equals the expected one, else 0. Loads the library.
 
-    Its reward is None if the row has no expected answer that can be parsed. The library's time-outs are alarm signals,
-    so the function must run in a main thread, as it does in a reward process. Code that delays an alarm is ended with
-    the process after ``rewards.timeout_s``.
+    Its reward is None if the row has no expected answer. It raises if the expected answer is no mathematics, or if
+    reading or comparing takes too long. See ``producers.rewards.mathematics``; code that delays its alarm signals is
+    ended with the process after ``rewards.timeout_s``.
     """
-    from math_verify import verify
+    from streamrl.producers.rewards.mathematics import core_of, expected, found_in, is_equal
 
     def judge(text: str, wanted: Any) -> float | None:
-        golds = [parsed for one in accepted(wanted) if (parsed := _parsed(one))]
-        if wanted is None or not golds:
+        if not (texts := accepted(wanted)):
             return None
-        found = answer_in(text, answer_pattern)
-        target = _parsed(found[-MAX_CHARACTERS:]) if found else []
-        return float(any(verify(gold, target, timeout_seconds=COMPARING_TIMEOUT_S) for gold in golds if target))
+        golds = [expected(one) for one in texts]
+        if not (found := (answer_in(text, answer_pattern) or "")[-MAX_CHARACTERS:].strip()):
+            return 0.0
+        if core_of(found) in map(core_of, texts):
+            return 1.0
+        targets = found_in(found)
+        return float(any(is_equal(gold, target) for gold in golds for target in targets))
+
+    judge("$x^2 + 2x + 1$", "$(x+1)^2$")  # the first symbolic comparison takes a second or more, to make tables
+    return _by_answer(judge)
+
+
+def _by_answer(judge: Callable[[str, Any], float | None]) -> Reward:
+    """The reward function that judges each completion by its row's ``answer``."""
 
     def score(completions: Sequence[Any], answer: Sequence[Any] | None = None, **_columns: Any) -> list[float | None]:
         return [judge(text, wanted) for text, wanted in zip(texts_of(completions), _column_of(answer), strict=True)]
 
-    judge("$x^2 + 2x + 1$", "$(x+1)^2$")  # the first symbolic comparison takes a second or more, to make tables
     return score
-
-
-def _parsed(text: str) -> list[Any]:
-    """The library's parse of a text; unmarked LaTeX is parsed as one formula. Empty if nothing is found in time."""
-    from math_verify import parse
-    from math_verify.errors import TimeoutException
-
-    marked = any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
-    try:
-        parsed: list[Any] = parse(
-            text if marked or "\\" not in text else f"${text}$", parsing_timeout=PARSING_TIMEOUT_S
-        )
-    except TimeoutException:
-        return []
-    return parsed

@@ -6,6 +6,7 @@ limits of the reward process (``producers.rewards.sandbox``), and no network unl
 Its working directory is deleted afterwards.
 """
 
+import ast
 import asyncio
 import contextlib
 import os
@@ -20,6 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from streamrl.producers.rewards.answers import accepted
 
 if TYPE_CHECKING:
     import aiohttp
@@ -42,8 +45,8 @@ JUDGE_SCALE = 10.0
 _SCORE = re.compile(r"\bscore\b\**\s*:[\s*]*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 _CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _PLACEHOLDER = re.compile(r"\{(prompt|completion|answer)\}")
-MAX_QUOTED = 300
-"""Most characters of an endpoint's answer that an error quotes."""
+            JudgeError: an answer has no score, or the endpoint reports an error.
+            ValueError: the question contains the expected answer, which is neither text nor a number.
 MAX_FILE_BYTES = 1 << 20
 """Most bytes of each file that a program writes, including the file with its output."""
 
@@ -102,12 +105,19 @@ class LlmJudge:
         """Ask the model about each completion; returns the rewards.
 
         Raises:
-            JudgeError: an answer has no score, or the endpoint reports an error.
+    ``tests``: Python code, such as assertions, or a list of such texts, that can use the program's names. The reward is
+    None if the row has no tests. A completion without a block is run as a whole.
             aiohttp.ClientError: the endpoint does not answer.
         """
-        answers = answer or [""] * len(completions)
+        answers = answer or [None] * len(completions)
+        asks_for_answer = "{answer}" in self._options.prompt
         questions = [
-            filled(self._options.prompt, prompt=_text(prompt), completion=_text(completion), answer=str(wanted))
+            filled(
+                self._options.prompt,
+                prompt=_text(prompt),
+                completion=_text(completion),
+                answer=" or ".join(accepted(wanted)) if asks_for_answer else "",
+            )
             for prompt, completion, wanted in zip(prompts, completions, answers, strict=True)
         ]
         replies = await asyncio.gather(*(self._ask(question) for question in questions))
@@ -178,19 +188,47 @@ def _text(content: Any) -> str:
 def code_tests(timeout_s: float) -> Callable[..., list[float | None]]:
     """Make the reward function, which gives 1 if the completion's program passes the row's ``tests``, else 0.
 
-    The program is the last code block of Python; a completion without a block is run as a whole. The column ``tests``
-    has Python code, such as assertions, that can use the program's names. A row without tests gets the reward None.
-    """
+@@3@@    """
 
     def score(completions: Sequence[Any], tests: Sequence[Any] | None = None, **_columns: Any) -> list[float | None]:
         if tests is None:
             raise ValueError("expected a column 'tests' with Python code that tests a program, got none")
         return [
-            None if wanted is None else float(passes(program_in(_text(completion)), str(wanted), timeout_s))
+            None if wanted is None else float(passes(program_in(_text(completion)), tests_in(wanted), timeout_s))
             for completion, wanted in zip(completions, tests, strict=True)
         ]
 
     return score
+
+
+def tests_in(wanted: Any) -> str:
+    """A row's tests as one program.
+
+    Raises:
+        ValueError: they are no Python code, or code that every program passes, such as a list or a definition alone.
+    """
+    code = "\n".join(wanted) if isinstance(wanted, list) and all(isinstance(one, str) for one in wanted) else wanted
+    if not isinstance(code, str):
+        raise ValueError(f"expected Python code, or a list of such texts, in column 'tests', got {wanted!r:.60}")
+    try:
+        statements = ast.parse(code).body
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"expected Python code in column 'tests', got {code!r:.60}: {error}") from error
+    if all(isinstance(one, _TESTS_NOTHING) or _is_literal(one) for one in statements):
+        raise ValueError(
+            f"expected tests that call the program, got {code!r:.60}, which every program passes; add assertions"
+        )
+    return code
+
+
+def _is_literal(statement: ast.stmt) -> bool:
+    if not isinstance(statement, ast.Expr | ast.Assign | ast.AnnAssign) or statement.value is None:
+        return False
+    try:
+        ast.literal_eval(statement.value)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return False
+    return True
 
 
 def program_in(text: str) -> str:

@@ -122,12 +122,14 @@ async def test_a_judge_runs_in_a_reward_process_with_its_key_and_no_other_secret
         ("def f(x): return x", "assert f(1) == 2", 0.0),
         ("import os; os._exit(0)", "assert False", 0.0),
         ("import sys; sys.exit(0)", "assert False", 0.0),
-        ("while True: pass", "", 0.0),
-        ("open('big', 'wb').write(bytes(1 << 22))", "", 0.0),
-        ("import sys\nassert sys.stdin.closed and sys.argv[1:] == []", "", 1.0),
+        ("while True: pass", "assert True", 0.0),
+        ("open('big', 'wb').write(bytes(1 << 22))", "assert True", 0.0),
+        ("import sys\nassert sys.stdin.closed and sys.argv[1:] == []", "assert True", 1.0),
+        ("def f(x): return x + 1", ["assert f(1) == 2", "assert f(2) == 3"], 1.0),
+        ("def f(x): return x + 1", ["assert f(1) == 2", "assert f(2) == 4"], 0.0),
     ],
 )
-def test_a_program_is_worth_1_if_its_tests_get_through(program: str, tests: str, reward: float) -> None:
+def test_a_program_is_worth_1_if_its_tests_get_through(program: str, tests: str | list[str], reward: float) -> None:
     completion = f"Here:\n```python\n{program}\n```"
     assert code_tests(0.7)(completions=[completion], tests=[tests]) == [reward]
 
@@ -144,6 +146,18 @@ def test_rows_without_tests_get_no_reward_and_data_without_the_column_is_refused
     assert code_tests(1.0)(completions=["x = 1"], tests=[None]) == [None]
     with pytest.raises(ValueError, match="a column 'tests'"):
         code_tests(1.0)(completions=["x = 1"])
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        *("", "[1, 2]", '{"inputs": ["1"], "outputs": ["2"]}', "def check(candidate):\n    assert candidate(1) == 2"),
+        *("META = {'author': 'x'}\nimport math\n", "pass", "assert f(1) ==", {"inputs": ["1"]}, [1, 2], True),
+    ],
+)
+def test_tests_that_every_program_would_pass_are_refused(tests: Any) -> None:
+    with pytest.raises(ValueError, match=r"^expected (tests that call the program|Python code)"):
+        code_tests(1.0)(completions=["x = 1"], tests=[tests])
 
 
 def test_the_last_block_is_the_program() -> None:

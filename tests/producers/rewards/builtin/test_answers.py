@@ -1,6 +1,7 @@
 import pytest
 
-from streamrl.producers.rewards.builtin import THINK_ANSWER, answer_in, exact_match, matches_format
+from streamrl.producers.rewards.answers import answer_in
+from streamrl.producers.rewards.builtin import THINK_ANSWER, exact_match, matches_format
 
 TAGGED = r"<answer>(.*?)</answer>"
 
