@@ -116,7 +116,11 @@ def _serve(reward: "LoadedReward", pipes: Pipes) -> None:
     while True:
         number, task = calls.get()
         try:
-            result = reward_in(reward.call(_unpacked(task)))
+            try:
+                result = reward_in(reward.call(_unpacked(task)))
+            finally:
+                # An alarm that the function left running would hit a later call, or end the process between two calls.
+                signal.setitimer(signal.ITIMER_REAL, 0)
         except BaseException as error:  # also SystemExit, so that only os._exit ends the process
             result = None, reason_of(error)
         pipes.reply(number, *result)

@@ -38,6 +38,10 @@ def obedient(completions: list[str], **_columns: Any) -> Any:
             sys.exit(4)
         case "segfault":
             ctypes.string_at(0)
+        case "alarm":
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+        case "rest":
+            time.sleep(0.05)
         case "print":
             print("x" * 100_000)
             os.write(1, b"\x93garbage")

@@ -89,6 +89,12 @@ async def test_only_the_failing_call_is_blamed_when_many_wait() -> None:
     )
 
 
+async def test_an_alarm_that_a_call_leaves_running_harms_no_later_call() -> None:
+    async with running("obedient") as runner:
+        found = await score_all(runner, ["alarm", "rest"])
+    assert [scores.rewards for scores in found] == [{"obedient": 5.0}, {"obedient": 4.0}]
+
+
 async def test_a_call_is_answered_before_the_next_starts() -> None:
     async with running("calls_at_once") as runner:
         found = await score_all(runner, ["a", "b", "c", "d"])
