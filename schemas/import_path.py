@@ -86,7 +86,9 @@ def load_function(path: str, error: type[UserError] = SettingsError) -> Callable
         if isinstance(cause, ModuleNotFoundError) and cause.name == package:
             message += _where_to_start(package)
         raise error(message) from cause
-    function = getattr(module, name, None)
+    function: Any = module
+    for part in name.split("."):  # a method has the name of its class in front
+        function = getattr(function, part, None)
     if not callable(function):
         raise error(f"expected a function {name!r} in {module_name}, got {_found(function)}{_nearest(name, module)}")
     loaded: Callable[..., Any] = function

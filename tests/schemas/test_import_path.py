@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from streamrl.schemas.import_path import load_function
 
 def test_a_function_is_loaded_by_its_path() -> None:
     assert load_function("json:loads")("[1]") == [1]
+    assert load_function("json:JSONDecoder.decode")(json.JSONDecoder(), "[1]") == [1]
 
 
 @pytest.mark.parametrize(
@@ -21,6 +23,7 @@ def test_a_function_is_loaded_by_its_path() -> None:
         ("json:", "expected an import path"),
         ("no_such_package_here:f", "expected to import 'no_such_package_here'"),
         ("json:load_s", "did you mean 'loads'"),
+        ("json:JSONDecoder.nothing", "expected a function 'JSONDecoder.nothing' in json, got none"),
         ("json:__doc__", "expected a function '__doc__' in json, got str"),
     ],
 )
