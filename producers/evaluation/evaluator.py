@@ -26,7 +26,7 @@ from streamrl.producers.dispatch.fleet import MAX_ATTEMPTS, LiveWorkers
 from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispatch
 from streamrl.producers.dispatch.recovery import Positions, history
 from streamrl.producers.dispatch.settings import DispatchSettings
-from streamrl.producers.evaluation.results import ScoredSample, append_evaluations, scored
+from streamrl.producers.evaluation.results import PassRule, ScoredSample, append_evaluations, scored
 from streamrl.producers.evaluation.settings import PATIENCE_S, HeldOutSettings
 from streamrl.producers.evaluation.state import EvaluationState, HeldOutPrompts
 from streamrl.schemas.control import Control, FlowControl, RunFinished
@@ -68,6 +68,11 @@ class HeldOutTask:
     weights: Mapping[str, float]
     seed: int | None = None
 
+    @property
+    def rule(self) -> PassRule:
+        """What makes a completion pass."""
+        return PassRule.of(self.settings.passes_at, self.weights)
+
     def sampling(self, loop: LoopSettings) -> SamplingParams:
         """Sampling parameters of its completions."""
         sampling, wanted = loop.sampling_params(self.seed), self.settings.temperature
@@ -75,7 +80,7 @@ class HeldOutTask:
 
     def scored(self, trajectory: Trajectory) -> ScoredSample:
         """A completion as a scored sample."""
-        return scored(trajectory, self.weights, self.settings.passes_at)
+        return scored(trajectory, self.weights, self.rule)
 
 
 @dataclass
@@ -263,7 +268,8 @@ class Evaluator:
 
     def _start_due(self) -> None:
         if (version := self.state.begin(self.clocks.time_of_day())) is not None:
-            log.info("evaluation starts", version=str(version), prompts=len(self.state.held_out.prompts))
+            prompts, rule = len(self.state.held_out.prompts), str(self.task.rule)
+            log.info("evaluation starts", version=str(version), prompts=prompts, passes=rule)
 
     async def _order(self, publisher: TransactionalPublisher, stop: asyncio.Event) -> None:
         """Take back groups that are late or whose worker was lost, and send groups to workers with room."""

@@ -9,11 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from streamrl.schemas.evaluation import EVALUATED, EvaluationReport
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.trajectories import FinishReason, Trajectory
+
+ROUNDING = 1e-9
+"""By how much a sum of full rewards may be below the sum of their weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +35,42 @@ class ScoredSample:
     newest: PolicyVersion
 
 
-def scored(trajectory: Trajectory, weights: Mapping[str, float], passes_at: float) -> ScoredSample:
+@dataclass(frozen=True, slots=True)
+class PassRule:
+    """What makes a completion pass: the sum of its rewards, weighted with ``weights``, is at least ``least``."""
+
+    weights: Mapping[str, float]
+    least: float
+
+    @classmethod
+    def of(cls, passes_at: float | str | None, weights: Mapping[str, float]) -> Self:
+        """The rule that ``evaluation.passes_at`` sets; ``weights``: weight of each reward, by the reward's name."""
+        if isinstance(passes_at, str):
+            return cls({passes_at: 1.0}, 1.0)
+        positive = {name: weight for name, weight in weights.items() if weight > 0}
+        return cls(weights, sum(positive.values()) if passes_at is None else passes_at)
+
+    def __str__(self) -> str:
+        terms = (name if weight == 1 else f"{weight:g} {name}" for name, weight in self.weights.items() if weight)
+        return f"{' + '.join(terms)} >= {self.least:g}"
+
+    def is_met(self, rewards: Mapping[str, float | None]) -> bool:
+        """Whether a completion with these rewards passes; one that failed or does not apply counts as 0."""
+        return weighted_sum(rewards, self.weights) >= self.least - ROUNDING
+
+
+def weighted_sum(rewards: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
+    """The weighted sum of rewards; one that failed or does not apply counts as 0."""
+    return sum(weight * (rewards.get(name) or 0.0) for name, weight in weights.items())
+
+
+def scored(trajectory: Trajectory, weights: Mapping[str, float], rule: PassRule) -> ScoredSample:
     """A trajectory as the evaluation counts it. A reward that failed or does not apply counts as 0."""
-    reward = sum(weight * (trajectory.rewards.get(name) or 0.0) for name, weight in weights.items())
     return ScoredSample(
         trajectory.prompt_id,
         trajectory.dataset,
-        reward,
-        reward >= passes_at and trajectory.finish_reason is not FinishReason.ABORT,
+        weighted_sum(trajectory.rewards, weights),
+        rule.is_met(trajectory.rewards) and trajectory.finish_reason is not FinishReason.ABORT,
         len(trajectory.token_ids),
         trajectory.finish_reason is FinishReason.LENGTH,
         trajectory.oldest_version,

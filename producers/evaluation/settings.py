@@ -45,8 +45,12 @@ class HeldOutSettings(Section):
         Field(description="Values of k for which pass@k is reported besides 1, at most samples; none: samples."),
     ] = ()
     passes_at: Annotated[
-        float, Field(description="A completion passes if the weighted sum of its rewards is at least this.")
-    ] = 1.0
+        float | str | None,
+        Field(
+            description="What makes a completion pass. A number: the least weighted sum of its rewards. The name of a "
+            "reward: that reward is 1 or more. Unset: the weighted sum is at least the sum of the positive weights."
+        ),
+    ] = None
     temperature: Annotated[
         float | None, Field(ge=0, le=100, description="Sampling temperature; 0: greedy; unset: loop.temperature.")
     ] = None

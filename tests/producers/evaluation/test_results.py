@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.inspection.report.charts import curves
 from streamrl.inspection.report.record import read_rows
-from streamrl.producers.evaluation.results import append_evaluations, metrics_of, pass_at_k, scored
+from streamrl.producers.evaluation.results import PassRule, append_evaluations, metrics_of, pass_at_k, scored
 from streamrl.producers.evaluation.settings import HeldOutSettings
 from streamrl.producers.prompts.settings import DataSettings
 from streamrl.schemas.evaluation import EVALUATED, EvaluationReport
@@ -32,7 +32,7 @@ def sample(prompt: int, reward: float | None, **changes: Any) -> Trajectory:
 def test_figures_are_by_set_and_what_is_missing_has_failed() -> None:
     weights = {"right": 1.0, "style": 0.0}
     made = [
-        scored(each, weights, 1.0)
+        scored(each, weights, PassRule.of("right", weights))
         for each in (
             sample(0, 1.0),
             sample(0, 0.0),
@@ -49,6 +49,20 @@ def test_figures_are_by_set_and_what_is_missing_has_failed() -> None:
     assert found["eval/pass@1"] == pytest.approx(1 / 3)
     assert found["eval/easy/reward"] == pytest.approx(0.5)
     assert found["eval/hard/mean_length"] == 5.0
+
+
+def test_what_passes_is_all_rewards_or_the_named_one_or_the_sum_that_is_set() -> None:
+    weights = {"math_verify": 1.0, "format": 0.2, "length": -0.1}
+    right, formed = {"math_verify": 1.0, "format": 0.0}, {"math_verify": 0.0, "format": 1.0}
+    both = {"math_verify": 1.0, "format": 1.0, "length": None}
+    everything, named, sum_of = (PassRule.of(passes_at, weights) for passes_at in (None, "math_verify", 0.5))
+    assert [rule.is_met(both) for rule in (everything, named, sum_of)] == [True] * 3
+    assert [rule.is_met(right) for rule in (everything, named, sum_of)] == [False, True, True]
+    assert not any(rule.is_met(formed) for rule in (everything, named, sum_of))
+    assert str(everything) == "math_verify + 0.2 format + -0.1 length >= 1.2"
+    assert str(named) == "math_verify >= 1"
+    thirds = dict.fromkeys("abc", 0.1)
+    assert PassRule.of(None, thirds).is_met(dict.fromkeys("cba", 1.0))
 
 
 def report(lineage: int, number: int, passed: float) -> EvaluationReport:
