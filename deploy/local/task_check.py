@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -32,17 +32,18 @@ from streamrl.consumers.ingest.limits import LIMITS
 from streamrl.consumers.ingest.sampling import open_window
 from streamrl.producers.generation.prompt_survey import PromptSurvey, survey
 from streamrl.producers.prompts.sources import PASS_SIZE, StoredSource, open_source
-from streamrl.producers.rewards.trial import RewardTrial, try_rewards
+from streamrl.producers.rewards.trial import Completion, RewardTrial, RewardTrials, Writer, try_rewards
 from streamrl.schemas.errors import ModelError, RewardLoadError, StreamRLError, UserError
 from streamrl.schemas.extras import require_extra
 from streamrl.schemas.import_path import load_function, module_command
-from streamrl.schemas.trajectories import Prompt
+from streamrl.schemas.trajectories import FinishReason, Prompt
 from streamrl.settings.features import features
 from streamrl.settings.run_directory import RunDirectory, bytes_on_disk
 from streamrl.settings.tree import Settings
 
 if TYPE_CHECKING:
     from streamrl.producers.generation.engines.model_files import ModelFacts
+    from streamrl.producers.generation.tokenizer import ModelTokenizer
 
 log = structlog.get_logger()
 
@@ -192,6 +193,65 @@ def fails_too_often(trial: RewardTrial, settings: Settings) -> bool:
     return trial.lost_share > settings.ingest.max_unrewarded_share
 
 
+def rewards_too_few(trials: RewardTrials, settings: Settings) -> bool:
+    """Whether so many rows get no reward from any function that a run would stop because of it."""
+    return len(trials.unrewarded) > settings.ingest.max_unrewarded_share * len(trials.rows)
+
+
+def writer_of(settings: Settings, tokenizer: "ModelTokenizer") -> Writer:
+    """Turns a text into the completion that rewards would see if the model wrote it: tokenised, and cut at a stop."""
+    from streamrl.producers.generation.rollout import shown_text
+
+    sampling = settings.loop.sampling_params()
+    decode = tokenizer.decoder_for(sampling)
+
+    def write(text: str) -> Completion:
+        token_ids = tokenizer.encode_more(text)
+        return shown_text(decode(token_ids), FinishReason.STOP, sampling), token_ids
+
+    return write
+
+
+def survey_of(
+    settings: Settings, tokenizer: "ModelTokenizer", facts: "ModelFacts", prompts: Iterable[Prompt]
+) -> PromptSurvey:
+    """The prompts that can be sampled with this model, and those that cannot."""
+    return survey(tokenizer, prompts, longest_prompt(settings, facts), facts.vocab_size)
+
+
+def longest_prompt(settings: Settings, facts: "ModelFacts") -> int:
+    """Most tokens of a prompt: a completion needs a position after it."""
+    return min(settings.loop.max_prompt_length, facts.max_length - 1)
+
+
+async def try_prompts(settings: Settings, name: str, prompts: Sequence[Prompt]) -> str:
+    """A line on a set of prompts that are sampled beside the run's own: their lengths, and their mean rewards.
+
+    Raises:
+        ModelError: (nearly) none can be sampled.
+        RewardLoadError: a reward function fails too often.
+    """
+    from streamrl.producers.generation.engines.model_files import read_facts
+    from streamrl.producers.generation.tokenizer import ModelTokenizer
+
+    facts = read_facts(settings.model.path, settings.generation.max_model_len)
+    tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
+    found = survey_of(settings, tokenizer, facts, prompts)
+    if refuses_too_many(found):
+        raise ModelError(_too_many_refused(found, f"{found.refused_count} of {found.checked} prompts of {name}"))
+    trials = await _tried_rewards(settings, prompts[:REWARD_ROWS], writer_of(settings, tokenizer), f" in {name}")
+    refused = f" ({found.refused_count} would be refused: {found.causes()})" if found.refused else ""
+    paid = ", ".join(f"{trial.name} pays {trial.means()[0]:.3g} for own answers" for trial in trials if trial.rewards)
+    return f"{name}: {found.checked} prompts{refused}, {paid}"
+
+
+def _too_many_refused(found: PromptSurvey, refused: str) -> str:
+    return (
+        f"expected prompts that can be sampled, got {refused} that would be refused: {found.causes()}; "
+        "for details: streamrl run --dry-run"
+    )
+
+
 class SampledPrompts:
     """The first prompts of a run, which are a random sample of its data.
 
@@ -287,16 +347,13 @@ def checked(settings: Settings, *, resumed: bool = False) -> list[str]:
         return notes
     prompts = SampledPrompts(settings)
     sample = [*prompts.first(MOST_PROMPTS, PROMPTS_PATIENCE_S)]
-    found = survey(tokenizer, sample, min(settings.loop.max_prompt_length, facts.max_length - 1), facts.vocab_size)
+    found = survey_of(settings, tokenizer, facts, sample)
     refused = f"{found.refused_count:,} of {found.checked:,} prompts"
     if found.checked < prompts.total:
         refused += f" (sampled from {prompts.total:,})"
     if refuses_too_many(found):
-        raise ModelError(
-            f"expected prompts that can be sampled, got {refused} that would be refused: {found.causes()}; "
-            "for details: streamrl run --dry-run"
-        )
-    asyncio.run(_check_rewards(settings, sample[:REWARD_ROWS]))
+        raise ModelError(_too_many_refused(found, refused))
+    asyncio.run(_tried_rewards(settings, sample[:REWARD_ROWS], writer_of(settings, tokenizer)))
     warnings = [*notes, *([f"data: {prompts.left_out}"] if prompts.left_out else [])]
     return [*warnings, *([f"{refused} will be refused and skipped: {found.causes()}"] if found.refused else [])]
 
@@ -306,13 +363,28 @@ async def _try_features(settings: Settings) -> None:
         await feature.start.try_out(settings)
 
 
-async def _check_rewards(settings: Settings, prompts: list[Prompt]) -> None:
-    for trial in await try_rewards(settings.rewards, prompts, REWARDS_PATIENCE_S):
+async def _tried_rewards(
+    settings: Settings, prompts: Sequence[Prompt], writer: Writer, place: str = ""
+) -> list[RewardTrial]:
+    """The trials of all functions; ``place``: the set of the prompts, for errors.
+
+    Raises:
+        RewardLoadError: so many rows have no reward that a run would stop because of it.
+    """
+    trials = await try_rewards(settings.rewards, prompts, REWARDS_PATIENCE_S, writer)
+    for trial in trials.functions:
         if fails_too_often(trial, settings):
             raise RewardLoadError(
-                f"expected reward {trial.name} to score completions, got errors on {len(trial.lost)} of {trial.rows} "
-                f"rows, the first: {trial.first_error}; fix the function, or raise ingest.max_unrewarded_share"
+                f"expected reward {trial.name} to score completions{place}, got errors on {len(trial.lost)} of "
+                f"{trial.rows} rows, the first: {trial.first_error}; fix the function, or raise "
+                "ingest.max_unrewarded_share"
             )
+    if rewards_too_few(trials, settings):
+        raise RewardLoadError(
+            f"expected rewards for completions{place}, got None from each function on {trials.unrewarded_rows()}; "
+            "give these rows an answer, leave them out with data.filter, or raise ingest.max_unrewarded_share"
+        )
+    return trials.functions
 
 
 def main() -> None:

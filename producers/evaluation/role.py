@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from streamrl.producers.evaluation.settings import HeldOutSettings
     from streamrl.producers.evaluation.state import HeldOutPrompts
     from streamrl.producers.evaluation.worker_samples import EvaluationSlots
+    from streamrl.schemas.trajectories import Prompt
     from streamrl.settings.tree import Settings
 
 
@@ -65,12 +66,18 @@ def build_evaluator(settings: "Settings", context: "ProcessContext") -> "Role":
 
 def _held_out(settings: "Settings") -> "HeldOutPrompts":
     from streamrl.producers.evaluation.state import HeldOutPrompts
+
+    return HeldOutPrompts.of(_prompts_by_set(settings))
+
+
+def _prompts_by_set(settings: "Settings") -> "dict[str, list[Prompt]]":
+    """The prompts of each held-out set that are evaluated, by the set's name."""
     from streamrl.producers.prompts.sources import first_prompts, open_source
 
     wanted = _held_out_of(settings)
     seed, rewards = settings.run.seed, settings.rewards.functions
     sources = {name: open_source(data, run_seed=seed, rewards=rewards) for name, data in wanted.sets.items()}
-    return HeldOutPrompts.of({name: first_prompts(source, wanted.prompts) for name, source in sources.items()})
+    return {name: first_prompts(source, wanted.prompts) for name, source in sources.items()}
 
 
 def _processes(settings: "Settings") -> Sequence[ChildProcess]:
@@ -98,6 +105,36 @@ def _check_settings(settings: "Settings") -> None:
             "expected [evaluation.data] or rewards.graded, got both: only workers score held-out completions, so the "
             "graders' rewards would be missing; leave one of the two out"
         )
+    if wanted.sets:
+        _check_passing(settings, wanted.passes_at)
+    for name, held_out in wanted.sets.items():
+        if held_out.chat_template_kwargs != settings.data.chat_template_kwargs:
+            raise SettingsError(
+                f"expected the chat_template_kwargs of [data] in [evaluation.data.{name}], since workers render all "
+                f"prompts alike, got {held_out.chat_template_kwargs}; leave them out of the set"
+            )
+
+
+def _check_passing(settings: "Settings", passes_at: float | str | None) -> None:
+    weights = settings.rewards.weight_by_name
+    forms = [name for name, of in zip(weights, settings.rewards.functions, strict=True) if of == "format"]
+    if isinstance(passes_at, str):
+        if passes_at not in weights:
+            raise SettingsError(
+                f"expected a number or the name of a reward ({', '.join(weights)}) as evaluation.passes_at, got "
+                f"{passes_at!r}"
+            )
+    elif passes_at is None:
+        if max(weights.values()) <= 0:
+            raise SettingsError(
+                "expected one of rewards.weights above 0, or evaluation.passes_at, got neither: it says what makes a "
+                "held-out completion pass"
+            )
+    elif len(forms) < len(weights) and (form := sum(max(0.0, weights[name]) for name in forms)) >= passes_at:
+        raise SettingsError(
+            f"expected evaluation.passes_at above {form:g}, since a completion of the right format alone would pass, "
+            f"got {passes_at:g}; leave it out, or give the name of the reward that decides"
+        )
 
 
 def _check_start(settings: "Settings") -> None:
@@ -110,6 +147,18 @@ def _check_start(settings: "Settings") -> None:
         if held_out.path is not None:
             check_path(held_out.path)
             require_readable(Path(held_out.path).expanduser(), f"evaluation.data.{name}.path")
+
+
+async def _try_out(settings: "Settings") -> str | None:
+    from streamrl.deploy.local.task_check import try_prompts
+    from streamrl.producers.evaluation.results import PassRule
+
+    wanted = _held_out_of(settings)
+    if not wanted.sets or settings.generation.engine == "emulated":
+        return None
+    lines = [await try_prompts(settings, *of_set) for of_set in _prompts_by_set(settings).items()]
+    rule = PassRule.of(wanted.passes_at, settings.rewards.weight_by_name)
+    return f"{'; '.join(lines)}; a completion passes if {rule}"
 
 
 def _side_work(settings: "Settings") -> "EvaluationSlots | None":
@@ -145,6 +194,6 @@ FEATURE = Feature(
         started=_processes,
         awaited=_awaited,
     ),
-    start=StartHooks(check=_check_start),
+    start=StartHooks(check=_check_start, try_out=_try_out),
     loop=LoopHooks(side_work=_side_work),
 )

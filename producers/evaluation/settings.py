@@ -25,8 +25,8 @@ class HeldOutSettings(Section):
         dict[SetName, DataSettings],
         Field(
             description="Held-out sets by name, each with the settings of [data], such as [evaluation.data.held_out]. "
-            "Format, columns, prompt_template, system_prompt, conversational and chat_template_kwargs are those of "
-            "[data] unless the set has its own. No set: no evaluation during the run."
+            "Format, columns, prompt_template, system_prompt and conversational are those of [data] unless the set has "
+            "its own; chat_template_kwargs always are. No set: no evaluation during the run."
         ),
     ] = {}
     every: Annotated[

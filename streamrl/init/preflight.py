@@ -6,6 +6,7 @@ line, and the others continue.
 """
 
 import asyncio
+import contextlib
 import tempfile
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,19 +26,22 @@ from streamrl.deploy.local.task_check import (
     SampledPrompts,
     disk_room,
     fails_too_often,
+    longest_prompt,
     never_ends,
     parameters_of,
     refuses_too_many,
     require_engine,
     require_extras,
     require_writable,
+    rewards_too_few,
+    survey_of,
+    writer_of,
 )
 from streamrl.inspection.environment import read_machine
 from streamrl.observability.metrics.tracking import try_trackers
 from streamrl.producers.generation.engines.model_files import UNLIMITED, ModelFacts, read_facts
-from streamrl.producers.generation.prompt_survey import survey
 from streamrl.producers.generation.tokenizer import ModelTokenizer
-from streamrl.producers.rewards.trial import RewardTrial, try_rewards
+from streamrl.producers.rewards.trial import RewardTrial, RewardTrials, TriedRow, made_up, try_rewards
 from streamrl.schemas.errors import CheckpointError, StreamRLError, UserError
 from streamrl.schemas.import_path import load_function
 from streamrl.schemas.trajectories import Prompt
@@ -46,10 +50,13 @@ from streamrl.settings.placement import for_machine, place
 from streamrl.settings.run_directory import named
 from streamrl.settings.tree import Settings
 
-MOST_PROMPTS = 20_000
-PROMPTS_PATIENCE_S = 15.0
-"""Limits on the prompts that are tokenised (number and seconds): all of most data sets, and a sample of larger ones."""
+PROMPTS_PATIENCE_S = 60.0
+"""Most seconds in which prompts are read and tokenised: all of most data sets, and a sample of larger ones."""
+SHOWN_ROWS = 5
 MAX_SHOWN_CHARACTERS = 60
+"""Most characters of a prompt's start, and of its end, that are shown."""
+ANSWER_REWARDS = ("math_verify", "exact_match")
+"""Functions that pay for a row's answer as it is written."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,10 @@ class Checklist:
         self.checks += checks
         for check in checks:
             self._report(str(check))
+
+    def show(self, line: str) -> None:
+        """Report a line that is not a check."""
+        self._report(f"      {line}")
 
     def attempt(self, subject: str, check: Callable[[], Result]) -> Result | None:
         """The result of ``check``; None if it raised, after a line with the error."""
@@ -121,11 +132,12 @@ def dry_run(settings: Settings, report: Report) -> int:
     prompts = None if settings.data.requests_only else checklist.attempt("data", lambda: SampledPrompts(settings))
     first = checklist.attempt("data", lambda: [*prompts.first(REWARD_ROWS, PROMPTS_PATIENCE_S)]) if prompts else None
     if first:
-        checklist.run("data", lambda: check_prompts(first, prompts.left_out if prompts else ""))
+        checklist.run("data", lambda: check_prompts(first, prompts.total, prompts.left_out))
     # An emulated run has neither a model nor real rewards, so these are not checked.
-    size = 0 if emulated else _model(checklist, settings, prompts if first else None)
+    tokenizer = None if emulated else checklist.attempt("tokenizer", lambda: read_tokenizer(settings))
+    size = 0 if emulated else _model(checklist, settings, tokenizer, prompts if first else None)
     if first and not emulated:
-        checklist.run("rewards", lambda: check_rewards(settings, first))
+        checklist.run("rewards", lambda: check_rewards(settings, first, tokenizer, checklist.show))
     _surroundings(checklist, settings, size)
     report(closing_line(checklist.checks))
     return 2 if any(check.state == "fail" for check in checklist.checks) else 0
@@ -146,15 +158,19 @@ def _distinct(subjects: Sequence[str]) -> str:
     return ", ".join(dict.fromkeys(subjects))
 
 
-def _model(checklist: Checklist, settings: Settings, prompts: SampledPrompts | None) -> int:
+def _model(
+    checklist: Checklist, settings: Settings, tokenizer: ModelTokenizer | None, prompts: SampledPrompts | None
+) -> int:
     """The model's number of parameters; 0 if the model cannot be read."""
     facts = checklist.attempt("model", lambda: read_model(settings))
     if facts is not None:
         checklist.run("model", lambda: check_model(facts, settings.model.path))
         checklist.run("model", lambda: check_tokens(settings, facts))
+    if facts is not None and tokenizer is not None:
+        checklist.run("tokenizer", lambda: check_context(settings, tokenizer, facts))
         if prompts:
-            sample = prompts.first(MOST_PROMPTS, PROMPTS_PATIENCE_S)
-            checklist.run("lengths", lambda: check_lengths(settings, sample, facts, prompts.total))
+            sample = prompts.first(prompts.total, PROMPTS_PATIENCE_S)
+            checklist.run("lengths", lambda: check_lengths(settings, tokenizer, sample, facts, prompts.total))
     # Checked without a model, too, so that a missing library or device is reported together with a missing model.
     checklist.run("engine", lambda: check_engine(settings, facts))
     return 0 if facts is None else parameters_of(facts)
@@ -252,21 +268,39 @@ def read_model(settings: Settings) -> ModelFacts:
     return read_facts(settings.model.path, settings.generation.max_model_len)
 
 
+def read_tokenizer(settings: Settings) -> ModelTokenizer:
+    """The model's tokenizer.
+
+    Raises:
+        ModelError: there is none, or its chat template does not read a variable of the settings.
+    """
+    return ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
+
+
+def check_context(settings: Settings, tokenizer: ModelTokenizer, facts: ModelFacts) -> list[Check]:
+    """A note if the tokenizer names a shorter context than the model has and the run may use."""
+    longest = settings.loop.max_prompt_length + settings.loop.max_completion_length
+    names: int = tokenizer.transformers_tokenizer.model_max_length
+    if names >= min(longest, facts.max_length):
+        return []
+    detail = f"the tokenizer's context is {names} tokens, prompt and completion may have {longest}"
+    return [Check("tokenizer", "note", f"{detail}: lower loop.max_completion_length if the model was trained with it")]
+
+
 def check_lengths(
-    settings: Settings, prompts: Iterable[Prompt], facts: ModelFacts, total: int | None = None
+    settings: Settings,
+    tokenizer: ModelTokenizer,
+    prompts: Iterable[Prompt],
+    facts: ModelFacts,
+    total: int | None = None,
 ) -> list[Check]:
     """Checks that compare the prompts' lengths, rendered as a worker does, with the limits of settings and model.
 
     ``total``: number of all prompts, if these are a sample. Prompts that a worker would refuse fail the check only if
     hardly any others are left, as in a run.
-
-    Raises:
-        ModelError: there is no tokenizer.
     """
-    loop = settings.loop
-    bound = min(loop.max_prompt_length, facts.max_length - 1)  # a completion needs a position after its prompt
-    tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
-    found = survey(tokenizer, prompts, bound, facts.vocab_size)
+    loop, bound = settings.loop, longest_prompt(settings, facts)
+    found = survey_of(settings, tokenizer, facts, prompts)
     sample = f" (sampled from {total:,})" if total and found.checked < total else ""
     checks: list[Check] = []
     if found.lengths:
@@ -335,45 +369,95 @@ def _disk(settings: Settings, parameters: int) -> Check:
     return Check("disk", "ok" if room.is_enough else "fail", str(room))
 
 
-def check_prompts(prompts: Sequence[Prompt], left_out: str = "") -> Check:
-    """A line with the first prompt and the columns that rewards get; ``left_out``: rows that cannot be prompts."""
+def check_prompts(prompts: Sequence[Prompt], total: int, left_out: str = "") -> Check:
+    """A line with the number of prompts, the first one and the columns that rewards get; ``left_out``: rows that
+    cannot be prompts.
+    """
     first = prompts[0]
     text = first.text if len(first.text) <= MAX_SHOWN_CHARACTERS else first.text[:MAX_SHOWN_CHARACTERS] + "…"
     columns = ", ".join(sorted(first.columns)) or "none"
     shown = f"{first.prompt_id} is {text!r}; columns for rewards: {columns}"
-    return Check("data", "note" if left_out else "ok", f"{left_out or 'every row can be read'}; {shown}")
+    return Check("data", "note" if left_out else "ok", f"{total:,} prompts; {left_out}{'; ' * bool(left_out)}{shown}")
 
 
-async def check_rewards(settings: Settings, prompts: Sequence[Prompt]) -> list[Check]:
-    """Checks that try each reward function on these rows, within a time limit.
+async def check_rewards(
+    settings: Settings,
+    prompts: Sequence[Prompt],
+    tokenizer: ModelTokenizer | None = None,
+    show: Report = lambda line: None,
+) -> list[Check]:
+    """Checks that try each reward function on these rows, within a time limit; ``show`` gets the first rows.
 
     Raises:
         RewardLoadError: a function cannot be loaded.
     """
-    trials = await try_rewards(settings.rewards, prompts, REWARDS_PATIENCE_S)
-    return [_reward_check(trial, prompts[0], settings) for trial in trials]
+    writer = made_up if tokenizer is None else writer_of(settings, tokenizer)
+    trials = await try_rewards(settings.rewards, prompts, REWARDS_PATIENCE_S, writer)
+    for row in trials.rows[:SHOWN_ROWS]:
+        show(_row_line(row, trials, tokenizer))
+    checks = [_reward_check(trial, trials, settings) for trial in trials.functions]
+    bound = f"above ingest.max_unrewarded_share ({settings.ingest.max_unrewarded_share:.0%}) a run stops"
+    if rewards_too_few(trials, settings) and all(check.state != "fail" for check in checks):
+        checks.append(Check("rewards", "fail", f"no function pays anything on {trials.unrewarded_rows()}; {bound}"))
+    if changed := [row for row in trials.rows if row.is_changed]:
+        first, count = changed[0], f"{len(changed)} of {len(trials.rows)}"
+        became = f"first {first.prompt.prompt_id}: {_cut(first.text)} becomes {_cut(first.own[0])}"
+        checks.append(Check("rewards", "note", f"rewards would see {count} answers changed by the tokenizer, {became}"))
+    return checks
 
 
-def _reward_check(trial: RewardTrial, first: Prompt, settings: Settings) -> Check:
+def _row_line(row: TriedRow, trials: RewardTrials, tokenizer: ModelTokenizer | None) -> str:
+    """A row as model and rewards see it: the prompt, its answer, and the rewards of the answer."""
+    prompt = row.prompt
+    text = prompt.text
+    if tokenizer is not None:
+        with contextlib.suppress(Exception):  # another check says which prompts cannot be tokenised, and why
+            text = tokenizer.decode_with_special(tokenizer.encode_prompt(prompt))
+    paid = ", ".join(
+        f"{trial.name} {_shown(trial.rewards[prompt.prompt_id][0])}"
+        if prompt.prompt_id in trial.rewards
+        else f"{trial.name} fails"
+        for trial in trials.functions
+    )
+    answer = f"answer {_cut(prompt.columns['answer'])}" if "answer" in prompt.columns else "no answer"
+    return f"{prompt.prompt_id}  {_cut(text)}  {answer}  paid for itself: {paid}"
+
+
+def _cut(value: Any) -> str:
+    """The value's ``repr`` in one line, without the middle if it is long."""
+    shown = repr(value)
+    if len(shown) <= 2 * MAX_SHOWN_CHARACTERS:
+        return shown
+    return f"{shown[:MAX_SHOWN_CHARACTERS]} … {shown[-MAX_SHOWN_CHARACTERS:]}"
+
+
+def _reward_check(trial: RewardTrial, trials: RewardTrials, settings: Settings) -> Check:
+    state: Literal["ok", "note", "fail"]
+    share = settings.ingest.max_unrewarded_share
     if trial.failed:
-        state: Literal["note", "fail"] = "fail" if fails_too_often(trial, settings) else "note"
+        state = "fail" if fails_too_often(trial, settings) else "note"
         failed = f"{trial.name} fails on {len(trial.failed)} of {trial.rows} rows ({trial.share:.0%})"
-        bound = f"above ingest.max_unrewarded_share ({settings.ingest.max_unrewarded_share:.0%}) a run stops"
+        bound = f"above ingest.max_unrewarded_share ({share:.0%}) a run stops"
         return Check("rewards", state, f"{failed}, first on {trial.first_error}; {bound}")
-    tried = f" (tried on {trial.rows} rows)" if trial.rows > 1 else ""
-    # The line shows the first row for which the rewards of answer and empty completion differ, if there is one.
-    differing = (name for name, (answer, nothing) in trial.pairs.items() if answer != nothing)
-    shown = next(differing, first.prompt_id)
-    what = f"the answer of {shown}" if "answer" in first.columns else "a sample completion"
-    values = trial.pairs[shown]
-    if values == (None, None):
-        detail = f"{trial.name} gives no reward (None) for {what} and for an empty completion{tried}"
-        return Check("rewards", "note", detail)
-    detail = f"{trial.name} gives {_shown(values[0])} for {what}, {_shown(values[1])} for an empty completion{tried}"
-    if values[0] == values[1]:
-        return Check("rewards", "note", f"{detail}: can it tell a good completion from a bad one?")
-    return Check("rewards", "ok", detail)
+    answered = {row.prompt.prompt_id: row for row in trials.rows if row.has_answer}
+    own, empty, *other = map("{:.3g}".format, trial.means())
+    what = "a row's own answer" if answered else "a sample completion"
+    another = f", {other[0]} for another row's" if other else ""
+    detail = f"{trial.name} gives {own} for {what}{another}, {empty} for an empty completion ({trial.rows} rows)"
+    findings = []
+    if trial.is_constant:
+        findings.append("it gives the same for all, and a group of equal rewards trains nothing; check the function")
+    unpaid = [prompt_id for prompt_id in trial.unpaid if prompt_id in answered]
+    if unpaid:
+        row = answered[unpaid[0]]
+        example = f"first {unpaid[0]}: {_shown(trial.rewards[unpaid[0]][0])} for {_cut(row.own[0])}"
+        findings.append(f"{len(unpaid)} rows get 0 or None for their own answer, {example}")
+    if 0 < len(trial.deceived) < len(trial.rewards):
+        findings.append(f"{len(trial.deceived)} rows pay another row's answer as much, first {trial.deceived[0]}")
+    pays_answers = trial.function in ANSWER_REWARDS and settings.rewards.answer_pattern is None
+    state = "fail" if pays_answers and len(unpaid) > share * trial.rows else "note" if findings else "ok"
+    return Check("rewards", state, "; ".join([detail, *findings]))
 
 
 def _shown(value: float | None) -> str:
-    return "none" if value is None else f"{value:g}"
+    return "None" if value is None else f"{value:g}"

@@ -205,7 +205,7 @@ KILOBYTES = {
     "docs/learning-curves.md": 3.5,
     "docs/moving.md": 6,
     "docs/operations.md": 24.2,
-    "docs/own-reward.md": 3.5,
+    "docs/own-reward.md": 4.2,
     "docs/own-task.md": 7.2,
     "docs/python.md": 4,
     "docs/quickstart.md": 4,

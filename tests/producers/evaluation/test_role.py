@@ -1,12 +1,16 @@
+import json
+import re
 from pathlib import Path
 
 import pytest
 
+from streamrl.producers.evaluation.role import FEATURE
 from streamrl.producers.evaluation.settings import HeldOutSettings
 from streamrl.producers.grading.settings import GradedRewards
-from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.errors import SettingsError, UserError
 from streamrl.settings.features import awaited, features
 from streamrl.settings.loading import as_toml, load_settings
+from tests.pipeline.tiny_model import save_tiny_model
 
 
 def test_held_out_prompts_and_graders_are_refused_together() -> None:
@@ -17,6 +21,47 @@ def test_held_out_prompts_and_graders_are_refused_together() -> None:
     assert load_settings(None, graded).section(GradedRewards).graded
     with pytest.raises(SettingsError, match="only workers score held-out completions"):
         load_settings(None, [*graded, "--evaluation.data.held_out.dataset=chain_sum"])
+
+
+def test_a_completion_of_the_right_format_alone_passes_nowhere() -> None:
+    given = [
+        *("--data.dataset=chain_sum", "--model.path=m", "--evaluation.data.held_out.dataset=chain_sum"),
+        '--rewards.functions=["math_verify", "format"]',
+    ]
+    for passes in ([], ["--evaluation.passes_at=1.5"], ['--evaluation.passes_at="math_verify"']):
+        load_settings(None, [*given, *passes])
+    with pytest.raises(SettingsError, match="passes_at above 1, since a completion of the right format alone would"):
+        load_settings(None, [*given, "--evaluation.passes_at=1"])
+    with pytest.raises(SettingsError, match=r"the name of a reward \(math_verify, format\) .* got 'accuracy'"):
+        load_settings(None, [*given, "--evaluation.passes_at=accuracy"])
+    with pytest.raises(SettingsError, match=r"one of rewards\.weights above 0, or evaluation\.passes_at"):
+        load_settings(None, [*given, "--rewards.weights=[0, -1]"])
+    load_settings(None, [*given[:2], given[3], "--rewards.weights=[0, -1]"])
+
+
+@pytest.mark.processes
+async def test_held_out_sets_are_read_rendered_and_scored_before_the_start(tmp_path: Path) -> None:
+    held_out = tmp_path / "held-out.jsonl"
+    model = save_tiny_model(tmp_path / "model")
+    settings = load_settings(
+        None,
+        [
+            *(f"--model.path={model}", "--data.path=p.jsonl", '--rewards.functions=["exact_match"]'),
+            *(f"--evaluation.data.held_out.path={held_out}", "--loop.max_prompt_length=8"),
+        ],
+    )
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}, {"prompt": "too long for it"}]
+    for given, told in (
+        (rows[:2], "held_out: 2 prompts, exact_match pays 1 for own answers; a completion passes if exact_match >= 1"),
+        (rows[2:], "got 1 of 1 prompts of held_out that would be refused: 1 longer than 8 tokens"),
+        ([{"prompt": "1+1="}], "to score completions in held_out, got errors on 1 of 1 rows, .*column 'answer'"),
+    ):
+        held_out.write_text("".join(json.dumps(row) + "\n" for row in given))
+        try:
+            found = await FEATURE.start.try_out(settings)
+        except UserError as error:
+            found = str(error)
+        assert re.search(told, found or "")
 
 
 CONFIG = """
@@ -33,7 +78,7 @@ functions = ["exact_match"]
 [evaluation.data]
 same.path = "held-out.jsonl"
 hub = { path = "org/set", split = "test", format = "openrlhf", prompt_template = "{prompt}" }
-bare = { path = "bare.jsonl", system_prompt = "none", answer_column = "none", chat_template_kwargs = {} }
+bare = { path = "bare.jsonl", system_prompt = "none", answer_column = "none" }
 made.dataset = "gcd"
 """
 
@@ -52,11 +97,18 @@ def test_a_held_out_set_has_the_format_of_the_trained_prompts_unless_it_has_its_
         "bare": ("trl", "question", None, "Q: {prompt}", None),
         "made": ("trl", None, None, "Q: {prompt}", "Be brief."),
     }
-    assert [bool(one.chat_template_kwargs) for one in sets.values()] == [True, True, False, True]
+    assert all(one.chat_template_kwargs == {"enable_thinking": False} for one in sets.values())
     # The processes of a run read the resolved settings, in which nothing is left to take over.
     config.write_text(as_toml(settings))
     assert load_settings(config, []) == settings
     assert load_settings(config, ["--data.system_prompt=Else."]).section(HeldOutSettings).data == sets
+
+
+def test_template_variables_of_a_set_of_its_own_are_refused_since_no_worker_would_read_them() -> None:
+    given = ["--data.dataset=chain_sum", "--model.path=m", "--evaluation.data.held_out.dataset=gcd"]
+    variables = "--evaluation.data.held_out.chat_template_kwargs={enable_thinking = false}"
+    with pytest.raises(SettingsError, match=r"the chat_template_kwargs of \[data\] in \[evaluation\.data\.held_out\]"):
+        load_settings(None, [*given, variables])
 
 
 def test_an_interval_of_0_turns_the_evaluation_off() -> None:

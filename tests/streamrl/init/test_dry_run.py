@@ -9,6 +9,7 @@ import pytest
 from streamrl.deploy.local.task_check import never_ends, parameters_of
 from streamrl.init.preflight import (
     Check,
+    check_context,
     check_engine,
     check_lengths,
     check_model,
@@ -18,6 +19,7 @@ from streamrl.init.preflight import (
     closing_line,
     dry_run,
     read_model,
+    read_tokenizer,
 )
 from streamrl.observability.metrics.settings import TrackingSettings
 from streamrl.observability.metrics.tracking import check_installed
@@ -40,6 +42,10 @@ def settings_of(model: Path, directory: Path, **loop: Any) -> Settings:
     tree: dict[str, Any] = {"model": {"path": str(model)}, "data": {"path": "p.jsonl"}, "rewards": rewards}
     loop = {"max_prompt_length": 64, "max_completion_length": 32, **loop}
     return validated(tree | {"loop": loop, "run": {"name": "tried", "directory": str(directory)}})
+
+
+def lengths(settings: Settings, prompts: list[Prompt], total: int | None = None) -> list[Check]:
+    return check_lengths(settings, read_tokenizer(settings), prompts, read_model(settings), total)
 
 
 def prompt(text: str) -> Prompt:
@@ -83,45 +89,45 @@ def test_a_tokenizer_larger_than_the_model_is_noted_and_prompts_with_its_tokens_
     larger = shutil.copytree(model, tmp_path / "larger")
     tokenizer = load_tokenizer(str(larger))
     tokenizer.add_tokens(["&&"])
+    largest = tokenizer.convert_tokens_to_ids("&&")
     tokenizer.save_pretrained(larger)
     settings = settings_of(larger, tmp_path)
     facts = read_model(settings)
     (note,) = check_tokens(settings, facts)
     assert note.state == "note"
     assert note.detail == (
-        "the tokenizer has token ids up to 98, the model up to 96: prompts with larger ones will be refused"
+        f"the tokenizer has token ids up to {largest}, the model up to 96: prompts with larger ones will be refused"
     )
-    assert [check.state for check in check_lengths(settings, [prompt("short")], facts)] == ["ok"]
-    (fail,) = check_lengths(settings, [prompt("a&&b")], facts)
+    assert [check.state for check in lengths(settings, [prompt("short")])] == ["ok"]
+    (fail,) = lengths(settings, [prompt("a&&b")])
     assert (fail.state, "1 token ids above the model's 97; p/4: expected token" in fail.detail) == ("fail", True)
 
 
 def test_prompts_that_would_end_in_error_are_counted_and_the_longest_named(model: Path, tmp_path: Path) -> None:
     settings = settings_of(model, tmp_path)
-    facts = read_model(settings)
-    assert [check.state for check in check_lengths(settings, [prompt("short")], facts)] == ["ok"]
-    _, check = check_lengths(settings, [prompt("short"), prompt("x" * 70), prompt("x" * 65)], facts)
+    assert [check.state for check in lengths(settings, [prompt("short")])] == ["ok"]
+    _, check = lengths(settings, [prompt("short"), prompt("x" * 70), prompt("x" * 65)])
     assert check.state == "note"
     assert check.detail == (
         "2 of 3 prompts would be refused: 2 longer than 64 tokens; p/70: expected a prompt of 1 to 64 tokens, got 70; "
         "raise loop.max_prompt_length, or leave them out with data.filter"
     )
-    (check,) = check_lengths(settings, [prompt("x" * 65), prompt("x" * 70)], facts, total=500)
+    (check,) = lengths(settings, [prompt("x" * 65), prompt("x" * 70)], total=500)
     assert (check.state, check.detail[:50]) == ("fail", "2 of 2 prompts (sampled from 500) would be refused")
 
 
 def test_completions_that_do_not_fit_behind_a_prompt_are_noted(model: Path, tmp_path: Path) -> None:
     settings = settings_of(model, tmp_path, max_prompt_length=128)
-    _, note = check_lengths(settings, [prompt("x" * 100)], read_model(settings))
+    _, note = lengths(settings, [prompt("x" * 100)])
     assert (note.state, "only 28 of loop.max_completion_length = 32" in note.detail) == ("note", True)
-    (fail,) = check_lengths(settings, [prompt("x" * 128)], read_model(settings))
+    (fail,) = lengths(settings, [prompt("x" * 128)])
     assert "more positions" in fail.detail
 
 
 def test_chats_need_a_chat_template(model: Path, tmp_path: Path) -> None:
     settings = settings_of(model, tmp_path)
     chat = Prompt(prompt_id="p/1", dataset="p", content=(ChatTurn(role="user", content="hi"),))
-    (fail,) = check_lengths(settings, [chat], read_model(settings))
+    (fail,) = lengths(settings, [chat])
     assert (fail.state, "1 no chat template; p/1: expected a chat template in the" in fail.detail) == ("fail", True)
 
 
@@ -130,7 +136,7 @@ def test_a_model_without_a_tokenizer_is_told_from_one_that_knows_no_word(model: 
         (tmp_path / file).write_bytes((model / file).read_bytes())
     settings = settings_of(tmp_path, tmp_path)
     with pytest.raises(ModelError, match="got a model without one"):
-        check_lengths(settings, [prompt("short")], read_model(settings))
+        read_tokenizer(settings)
 
 
 @pytest.mark.processes
@@ -146,7 +152,82 @@ async def test_a_reward_that_pays_as_much_for_nothing_is_noted(
         settings, [Prompt(prompt_id="p/1", dataset="p", content="1+1=", columns={"answer": "2"})]
     )
     assert (blind.state, exact.state) == ("note", "ok")
-    assert "blind gives 1 for the answer of p/1, 1 for an empty completion: can it tell" in blind.detail
+    assert "blind gives 1 for a row's own answer, 1 for an empty completion (1 rows); it gives the same" in blind.detail
+
+
+def rows_with(*answers: Any) -> list[Prompt]:
+    return [
+        Prompt(prompt_id=f"p/{place}", dataset="p", content=f"{place}?", columns={"answer": answer})
+        for place, answer in enumerate(answers, start=1)
+    ]
+
+
+@pytest.mark.processes
+async def test_rows_are_paid_for_their_own_answer_and_for_another_rows_and_shown(model: Path, tmp_path: Path) -> None:
+    settings, shown = settings_of(model, tmp_path), list[str]()
+    (check,) = await check_rewards(
+        settings, rows_with("84", " 7", "x", "84", 5, "6"), read_tokenizer(settings), shown.append
+    )
+    assert (check.state, check.detail) == (
+        "ok",
+        "exact_match gives 1 for a row's own answer, 0 for another row's, 0 for an empty completion (6 rows)",
+    )
+    assert len(shown) == 5
+    assert shown[1] == "p/2  '2?'  answer ' 7'  paid for itself: exact_match 1"
+
+
+@pytest.mark.processes
+async def test_answers_that_no_completion_can_give_fail(model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model, tmp_path)
+    fail, changed = await check_rewards(settings, rows_with("½", "84", "⅓"), read_tokenizer(settings))
+    assert (fail.state, changed.state) == ("fail", "note")
+    assert "2 rows get 0 or None for their own answer, first p/1: 0 for ''" in fail.detail
+    assert "2 of 3 answers changed by the tokenizer, first p/1: '½' becomes ''" in changed.detail
+    _, nothing = await check_rewards(settings, rows_with("", None, "84"))
+    assert (nothing.state, nothing.detail[:68]) == (
+        "fail",
+        "no function pays anything on 2 of 3 rows, first p/1 with answer ''; ",
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        (("B", "C", "A"), "math_verify fails on 3 of 3 rows (100%), first on p/1: AnswerRefused: expected mathematics"),
+        (({"target": 24, "numbers": [4, 6]},) * 2, "got a mapping with 'target', 'numbers'; set data.answer_column"),
+        ((True, "7"), "math_verify fails on 1 of 2 rows (50%), first on p/1: ValueError: expected text, a number"),
+    ],
+)
+async def test_answers_that_are_no_mathematics_fail_at_the_start(
+    model: Path, tmp_path: Path, answers: tuple[Any, ...], reason: str
+) -> None:
+    given = settings_of(model, tmp_path)
+    rewards = given.rewards.model_copy(update={"functions": ("math_verify",)})
+    checks = await check_rewards(given.model_copy(update={"rewards": rewards}), rows_with(*answers))
+    assert checks[0].state == "fail"
+    assert reason in checks[0].detail
+
+
+@pytest.mark.processes
+async def test_a_stop_string_that_cuts_an_answer_off_is_seen(model: Path, tmp_path: Path) -> None:
+    pattern = {"functions": ("exact_match", "format"), "answer_pattern": "<answer>(.*?)</answer>"}
+    for stop, paid in ((["</answer>"], "0"), (["<end>"], "1")):
+        given = settings_of(model, tmp_path, stop=stop)
+        rewards = given.rewards.model_copy(update=pattern | {"format_pattern": "<answer>.*"})
+        settings = given.model_copy(update={"rewards": rewards})
+        exact, form, *_ = await check_rewards(settings, rows_with("84", "7"), read_tokenizer(settings))
+        assert exact.detail.startswith(f"exact_match gives {paid} for a row's own answer, 0 for another row's")
+        assert form.detail.startswith("format gives 1 for a row's own answer, 1 for another row's, 0 for an empty")
+
+
+def test_a_tokenizer_with_a_shorter_context_than_the_run_uses_is_noted(model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model, tmp_path)
+    tokenizer, facts = read_tokenizer(settings), read_model(settings)
+    assert check_context(settings, tokenizer, facts) == []
+    tokenizer.transformers_tokenizer.model_max_length = 64
+    (note,) = check_context(settings, tokenizer, facts)
+    assert "the tokenizer's context is 64 tokens, prompt and completion may have 96" in note.detail
 
 
 @pytest.mark.processes
@@ -212,7 +293,8 @@ def test_a_sound_task_passes_every_check(model: Path, tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     lines: list[str] = []
     assert dry_run(settings_of(model, tmp_path / "runs"), lines.append) == 0, lines
-    assert "ok    rewards      exact_match gives 1 for the answer of p/1, 0 for an empty completion" in lines
+    assert "ok    rewards      exact_match gives 1 for a row's own answer, 0 for an empty completion (1 rows)" in lines
+    assert "      p/1  '1+1='  answer '2'  paid for itself: exact_match 1" in lines
     assert lines[-1] in (
         "10 checks: 10 ok; nothing was started",
         "10 checks: 9 ok, 1 note (broker); nothing was started",
