@@ -6,7 +6,6 @@ line, and the others continue.
 """
 
 import asyncio
-import contextlib
 import tempfile
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
@@ -136,6 +135,8 @@ def dry_run(settings: Settings, report: Report) -> int:
     # An emulated run has neither a model nor real rewards, so these are not checked.
     tokenizer = None if emulated else checklist.attempt("tokenizer", lambda: read_tokenizer(settings))
     size = 0 if emulated else _model(checklist, settings, tokenizer, prompts if first else None)
+    if first and tokenizer is not None:
+        checklist.run("tokenizer", lambda: check_rendering(tokenizer, first))
     if first and not emulated:
         checklist.run("rewards", lambda: check_rewards(settings, first, tokenizer, checklist.show))
     _surroundings(checklist, settings, size)
@@ -287,6 +288,29 @@ def check_context(settings: Settings, tokenizer: ModelTokenizer, facts: ModelFac
     return [Check("tokenizer", "note", f"{detail}: lower loop.max_completion_length if the model was trained with it")]
 
 
+def check_rendering(tokenizer: ModelTokenizer, prompts: Sequence[Prompt]) -> list[Check]:
+    """A note if the tokenizer loses a part of a prompt, such as characters that it does not know."""
+    changed = []
+    for prompt in prompts:
+        text = (prompt.content if isinstance(prompt.content, str) else prompt.content[-1].content).strip()
+        rendered = rendered_by(tokenizer, prompt)
+        if rendered is not None and text not in rendered:
+            changed.append((prompt.prompt_id, text, rendered))
+    if not changed:
+        return []
+    name, text, rendered = changed[0]
+    detail = f"{len(changed)} of {len(prompts)} prompts are changed by the tokenizer or its chat template"
+    return [Check("tokenizer", "note", f"{detail}, first {name}: {_cut(text)} becomes {_cut(rendered)}")]
+
+
+def rendered_by(tokenizer: ModelTokenizer, prompt: Prompt) -> str | None:
+    """The prompt's text as the model sees it, with special tokens; None if it cannot be tokenised."""
+    try:
+        return tokenizer.decode_with_special(tokenizer.encode_prompt(prompt))
+    except Exception:  # chat templates raise anything; the check of lengths says what
+        return None
+
+
 def check_lengths(
     settings: Settings,
     tokenizer: ModelTokenizer,
@@ -399,7 +423,7 @@ async def check_rewards(
     bound = f"above ingest.max_unrewarded_share ({settings.ingest.max_unrewarded_share:.0%}) a run stops"
     if rewards_too_few(trials, settings) and all(check.state != "fail" for check in checks):
         checks.append(Check("rewards", "fail", f"no function pays anything on {trials.unrewarded_rows()}; {bound}"))
-    if changed := [row for row in trials.rows if row.is_changed]:
+    if changed := [row for row in trials.rows if row.has_answer and row.is_changed]:
         first, count = changed[0], f"{len(changed)} of {len(trials.rows)}"
         became = f"first {first.prompt.prompt_id}: {_cut(first.text)} becomes {_cut(first.own[0])}"
         checks.append(Check("rewards", "note", f"rewards would see {count} answers changed by the tokenizer, {became}"))
@@ -409,10 +433,7 @@ async def check_rewards(
 def _row_line(row: TriedRow, trials: RewardTrials, tokenizer: ModelTokenizer | None) -> str:
     """A row as model and rewards see it: the prompt, its answer, and the rewards of the answer."""
     prompt = row.prompt
-    text = prompt.text
-    if tokenizer is not None:
-        with contextlib.suppress(Exception):  # another check says which prompts cannot be tokenised, and why
-            text = tokenizer.decode_with_special(tokenizer.encode_prompt(prompt))
+    text = (rendered_by(tokenizer, prompt) if tokenizer else None) or prompt.text
     paid = ", ".join(
         f"{trial.name} {_shown(trial.rewards[prompt.prompt_id][0])}"
         if prompt.prompt_id in trial.rewards

@@ -13,6 +13,7 @@ from streamrl.init.preflight import (
     check_engine,
     check_lengths,
     check_model,
+    check_rendering,
     check_rewards,
     check_storage,
     check_tokens,
@@ -219,6 +220,14 @@ async def test_a_stop_string_that_cuts_an_answer_off_is_seen(model: Path, tmp_pa
         exact, form, *_ = await check_rewards(settings, rows_with("84", "7"), read_tokenizer(settings))
         assert exact.detail.startswith(f"exact_match gives {paid} for a row's own answer, 0 for another row's")
         assert form.detail.startswith("format gives 1 for a row's own answer, 1 for another row's, 0 for an empty")
+
+
+def test_prompts_that_the_tokenizer_changes_are_noted(model: Path, tmp_path: Path) -> None:
+    tokenizer = read_tokenizer(settings_of(model, tmp_path))
+    assert check_rendering(tokenizer, [prompt("1+1="), prompt("x")]) == []
+    (note,) = check_rendering(tokenizer, [prompt("1+1="), prompt("½ of 7")])
+    assert note.state == "note"
+    assert note.detail.startswith("1 of 2 prompts are changed by the tokenizer or its chat template, first p/6: '½ of")
 
 
 def test_a_tokenizer_with_a_shorter_context_than_the_run_uses_is_noted(model: Path, tmp_path: Path) -> None:
