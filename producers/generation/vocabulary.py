@@ -3,7 +3,8 @@
 Models name their ends in up to three places, and the places often disagree: a chat model's configuration may still name
 the base model's end, while its tokenizer names the end of a turn. So the union of all three counts.
 
-Invariant one_rule_for_ends: all engines, the text that rewards see, and all displays take ends from ``end_tokens``.
+Invariant every_named_end_ends_a_completion: a token that one of the three names is an end for every engine, and no
+part of the text that rewards see.
 """
 
 from collections.abc import Iterator, Mapping

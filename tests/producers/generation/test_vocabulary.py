@@ -46,7 +46,7 @@ def listed(named: int | list[int] | None) -> set[int]:
 
 @given(config=st.none() | st.integers(0, 9) | st.lists(st.integers(0, 9)), generation=NAMED, eos=st.none() | IDS)
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_one_rule_for_ends(tmp_path: Path, config: Any, generation: Any, eos: int | None) -> None:
+def test_every_named_end_ends_a_completion(tmp_path: Path, config: Any, generation: Any, eos: int | None) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SIZES | {"eos_token_id": config}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     ends = end_tokens(str(tmp_path), SimpleNamespace(eos_token_id=eos, decode=lambda ids: f"t{ids[0]}"))
