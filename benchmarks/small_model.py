@@ -54,7 +54,10 @@ def save(model: Any, directory: Path, ends: Sequence[int] = (END,)) -> Path:
 def set_ends(directory: Path, ends: Sequence[int]) -> None:
     """Let a saved model's completions end with these tokens; with none, as long as they may be."""
     named = ends[0] if len(ends) == 1 else list(ends) or None
-    files = {"config.json": ("eos_token_id", named), "generation_config.json": ("eos_token_id", named)}
+    files: dict[str, tuple[str, Any]] = {
+        "config.json": ("eos_token_id", named),
+        "generation_config.json": ("eos_token_id", named),
+    }
     files["tokenizer_config.json"] = ("eos_token", "<eos>" if END in ends else None)
     for name, (key, value) in files.items():
         content = json.loads((directory / name).read_text())
