@@ -33,7 +33,7 @@ class ModelTokenizer:
         self._model_path = model_path
         self._tokenizer: Any = load_tokenizer(model_path)
         self.ends = end_tokens(model_path, self._tokenizer)
-        self._no_text = special_tokens(self._tokenizer) | self.ends.texts
+        self._no_text = {**special_tokens(self._tokenizer), **self.ends.texts}
         self._chat_template_kwargs = dict(chat_template_kwargs)
         # Templates ignore unknown variables, so a misspelt name would silently have no effect.
         template = str(self._tokenizer.chat_template or "")

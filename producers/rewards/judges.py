@@ -45,8 +45,10 @@ JUDGE_SCALE = 10.0
 _SCORE = re.compile(r"\bscore\b\**\s*:[\s*]*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 _CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _PLACEHOLDER = re.compile(r"\{(prompt|completion|answer)\}")
-            JudgeError: an answer has no score, or the endpoint reports an error.
-            ValueError: the question contains the expected answer, which is neither text nor a number.
+_TESTS_NOTHING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
+"""Statements that a program cannot fail."""
+MAX_QUOTED = 300
+"""Most characters of an endpoint's answer that an error quotes."""
 MAX_FILE_BYTES = 1 << 20
 """Most bytes of each file that a program writes, including the file with its output."""
 
@@ -105,8 +107,8 @@ class LlmJudge:
         """Ask the model about each completion; returns the rewards.
 
         Raises:
-    ``tests``: Python code, such as assertions, or a list of such texts, that can use the program's names. The reward is
-    None if the row has no tests. A completion without a block is run as a whole.
+            JudgeError: an answer has no score, or the endpoint reports an error.
+            ValueError: the question contains the expected answer, which is neither text nor a number.
             aiohttp.ClientError: the endpoint does not answer.
         """
         answers = answer or [None] * len(completions)
@@ -188,7 +190,9 @@ def _text(content: Any) -> str:
 def code_tests(timeout_s: float) -> Callable[..., list[float | None]]:
     """Make the reward function, which gives 1 if the completion's program passes the row's ``tests``, else 0.
 
-@@3@@    """
+    ``tests``: Python code, such as assertions, or a list of such texts, that can use the program's names. The reward is
+    None if the row has no tests. A completion without a block is run as a whole.
+    """
 
     def score(completions: Sequence[Any], tests: Sequence[Any] | None = None, **_columns: Any) -> list[float | None]:
         if tests is None:

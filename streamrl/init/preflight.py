@@ -130,7 +130,7 @@ def dry_run(settings: Settings, report: Report) -> int:
         checklist.add(Check("data", "ok", "no prompts: trajectories come from gateway requests and environments"))
     prompts = None if settings.data.requests_only else checklist.attempt("data", lambda: SampledPrompts(settings))
     first = checklist.attempt("data", lambda: [*prompts.first(REWARD_ROWS, PROMPTS_PATIENCE_S)]) if prompts else None
-    if first:
+    if first and prompts is not None:
         checklist.run("data", lambda: check_prompts(first, prompts.total, prompts.left_out))
     # An emulated run has neither a model nor real rewards, so these are not checked.
     tokenizer = None if emulated else checklist.attempt("tokenizer", lambda: read_tokenizer(settings))

@@ -25,7 +25,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> RealEngine:
 
 def test_the_model_ends_by_itself_at_about_every_sixty_fourth_token(engine: RealEngine) -> None:
     facts = read_facts(str(engine.model), None)
-    assert facts.eos_token_ids == set(ENDS)
+    assert set(facts.ends.texts) == set(ENDS)
     assert facts.vocab_size / len(ENDS) == 64
     assert facts.max_length > LONGEST + 96
 

@@ -13,7 +13,7 @@ from streamrl.schemas.trajectories import ChatTurn, Prompt
 from tests.producers.generation.chat_templates import ANSWER, FAMILIES, NEXT, QUESTION, save_tokenizer
 
 FIXED = [("user", QUESTION), ("assistant", ANSWER), ("user", NEXT)]
-TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cc",)), min_size=1, max_size=12)
+TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), min_size=1, max_size=12)
 Turns = list[tuple[str, str]]
 
 
