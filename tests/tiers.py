@@ -5,6 +5,7 @@ as one that starts processes. Any other test is a unit test: it stays in its own
 another one, a broker's included.
 """
 
+import ctypes.util
 import os
 import platform
 import subprocess
@@ -72,6 +73,19 @@ class Starts:
 
         return guarded
 
+    def free(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call, in which a unit test may start processes."""
+
+        @wraps(call)
+        def freed(*arguments: Any, **options: Any) -> Any:
+            was, self._is_unit = self._is_unit, False
+            try:
+                return call(*arguments, **options)
+            finally:
+                self._is_unit = was
+
+        return freed
+
 
 starts = Starts()
 
@@ -82,6 +96,8 @@ def _unit_tests_start_nothing() -> Iterator[None]:
     with ExitStack() as stack:
         for where, name in STARTS:
             stack.enter_context(mock.patch.object(where, name, starts.guard(getattr(where, name))))
+        # A library that torch brings looks for libdl while it is imported, with ldconfig, gcc and ld.
+        stack.enter_context(mock.patch.object(ctypes.util, "find_library", starts.free(ctypes.util.find_library)))
         yield
 
 

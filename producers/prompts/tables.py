@@ -117,6 +117,11 @@ def open_file(path: Path, split: str, name: str) -> Table:
         DataError: the file cannot be read in the format that its name shows.
     """
     ending = ending_of(path)
+    if not re.match(rf"{WHOLE}\b", split):
+        raise DataError(
+            f'expected data.split = "{WHOLE}" or a part of it, such as "{WHOLE}[:90%]", for the single file {path}, '
+            f"got {split!r}"
+        )
     if ending in TEXT_ENDINGS:
         return _text_split({WHOLE: [_TextFile(path, str(path))]}, split, name)
     if ending not in BUILDERS:

@@ -35,6 +35,7 @@ HEAVY = {
         "streamrl.demo",
         "streamrl.datasets",
         "streamrl.init.smollm2",
+        "streamrl.init.precision",
     ),
     "vllm": ("streamrl.producers.generation.engines", "streamrl.weights.groups"),
     "transformers": (

@@ -138,13 +138,13 @@ def test_a_row_without_a_prompt_is_named_by_file_and_row(tmp_path: Path) -> None
     [
         ("a.parquet", "no parquet", {}, r"data set at data\.path .*a\.parquet"),
         ("a.txt", "text", {}, r"expected a file that ends in \.arrow, \.csv"),
-        ("a.jsonl", "{}", {"split": "test"}, r"Unknown split .*set data\.split"),
+        ("a.jsonl", "{}", {"split": "test"}, r"expected data.split = .train. or a part of it"),
         ("a.json", '[{"prompt": 1}', {}, r"a list of JSON objects, or one per line, in .*a\.json"),
         ("a.json", "[1]", {}, r"a JSON object in .*a\.json, row 0, got int"),
         ("a.csv", "prompt,answer\na,b,c\n", {}, r"as many cells in each row .*a\.csv: .*got 3.*needs quotes"),
         ("a.csv", "prompt,prompt\na,b\n", {}, r"different names in .*a\.csv, got prompt more than once"),
         ("a.jsonl.gz", "prompt", {}, r"a readable file at data\.path, got .*a\.jsonl\.gz"),
-        ("a.csv", "prompt\nx\n", {"split": "test"}, r"Unknown split .*set data\.split"),
+        ("a.csv", "prompt\nx\n", {"split": "test"}, r"expected data.split = .train. or a part of it"),
         ("a.csv", "prompt\nx\n", {"subset": "main"}, r"expected no data\.subset"),
     ],
 )
