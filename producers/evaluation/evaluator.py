@@ -26,7 +26,7 @@ from streamrl.producers.dispatch.fleet import MAX_ATTEMPTS, LiveWorkers
 from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispatch
 from streamrl.producers.dispatch.recovery import Positions, history
 from streamrl.producers.dispatch.settings import DispatchSettings
-from streamrl.producers.evaluation.results import PassRule, ScoredSample, append_evaluations, scored
+from streamrl.producers.evaluation.results import FailedRewards, PassRule, ScoredSample, append_evaluations, scored
 from streamrl.producers.evaluation.settings import PATIENCE_S, HeldOutSettings
 from streamrl.producers.evaluation.state import EvaluationState, HeldOutPrompts
 from streamrl.schemas.control import Control, FlowControl, RunFinished
@@ -60,13 +60,14 @@ class HeldOutTask:
     """What weights are evaluated on. ``read``: reads the prompts when the evaluator starts, which may take long.
 
     ``weights``: weight of each reward, by the reward's name. ``seed``: seed of the samples; None leaves it to the
-    engines.
+    engines. ``max_unrewarded_share``: share of a version's completions whose rewards may fail.
     """
 
     read: Callable[[], HeldOutPrompts]
     settings: HeldOutSettings
     weights: Mapping[str, float]
     seed: int | None = None
+    max_unrewarded_share: float = 1.0
 
     @property
     def rule(self) -> PassRule:
@@ -107,12 +108,14 @@ class Evaluator:
     mode: str = field(init=False, default="run")
     run_is_over: bool = field(init=False, default=False)
     is_other_followed: bool = field(init=False, default=False)
+    failures: FailedRewards = field(init=False)
     _read_through: int = field(init=False, default=-1)
     """Number of the last control message that was read as part of the past."""
     _policies: PolicyDispatch = field(init=False)
 
     def __post_init__(self) -> None:
         self._policies = self.policies()
+        self.failures = FailedRewards(self.task.max_unrewarded_share)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Evaluate the weights of every ``evaluation.every`` steps until the run is over.
@@ -121,8 +124,9 @@ class Evaluator:
             evaluation, heartbeats, control.
         Produces: evaluation orders, evaluation reports, lines of ``metrics.jsonl``.
         Waits for: weights that are due; workers with those weights and with free slots.
-        On failure: raises. After a restart the evaluator reads reports and samples from the topics, and orders the
-            missing samples. ``Superseded``: another evaluator took over.
+        On failure: raises, also ``BadInput`` if rewards of held-out completions fail. After a restart the evaluator
+            reads reports and samples from the topics, and orders the missing samples. ``Superseded``: another evaluator
+            took over.
         On stop: ends within one poll. It also ends when the last weights are reported, or when the run is ended.
         """
         prompts = await in_thread(self.task.read)
@@ -197,6 +201,7 @@ class Evaluator:
                 self._start_due()
                 await self._order(publisher, stop)
                 if (report := self.state.report(self.clocks.time_of_day())) is not None:
+                    self.failures.end_version()
                     await self._commit(publisher, [self._record(report)], stop)
                     if stop.is_set():
                         return False
@@ -236,7 +241,8 @@ class Evaluator:
             case Control() if message.sequence > self._read_through or isinstance(message, RunFinished):
                 self._follow_control(message)
             case Trajectory():
-                self.state.came(message.trajectory_id, self.task.scored(message))
+                if self.state.came(message.trajectory_id, self.task.scored(message)):
+                    self.failures.add(message)
             case Heartbeat():
                 self.workers.observe(message, at)
                 # Read from each heartbeat, since the worker's latest one may already be of another policy.

@@ -11,10 +11,13 @@ from math import comb
 from pathlib import Path
 from typing import Any, Self
 
+from streamrl.schemas.errors import BadInput
 from streamrl.schemas.evaluation import EVALUATED, EvaluationReport
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.trajectories import FinishReason, Trajectory
 
+MAX_FAILED_IN_A_ROW = 50
+"""Completions in a row whose rewards may fail, as in training (``IntakeLimits``)."""
 ROUNDING = 1e-9
 """By how much a sum of full rewards may be below the sum of their weights."""
 
@@ -76,6 +79,54 @@ def scored(trajectory: Trajectory, weights: Mapping[str, float], rule: PassRule)
         trajectory.oldest_version,
         trajectory.newest_version,
     )
+
+
+@dataclass
+class FailedRewards:
+    """Rewards of held-out completions that failed: too many end the evaluator, and so the run.
+
+    ``max_share``: of one version's completions.
+    """
+
+    max_share: float = 1.0
+    total: int = 0
+    failed: int = 0
+    in_a_row: int = 0
+    latest: str = ""
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Count a completion. One that was refused or given up does not count: its rewards were not asked.
+
+        Raises:
+            BadInput: too many failed in a row.
+        """
+        if trajectory.refusal or trajectory.finish_reason is FinishReason.ABORT:
+            return
+        self.total += 1
+        if not trajectory.reward_errors:
+            self.in_a_row = 0
+            return
+        name, reason = next(iter(sorted(trajectory.reward_errors.items())))
+        self.failed, self.in_a_row = self.failed + 1, self.in_a_row + 1
+        self.latest = f"{trajectory.prompt_id}: reward {name}: {reason}"
+        if self.in_a_row > MAX_FAILED_IN_A_ROW:
+            self._refuse()
+
+    def end_version(self) -> None:
+        """Start the counts of another version.
+
+        Raises:
+            BadInput: too large a share of this one's failed.
+        """
+        if self.failed > self.max_share * self.total:
+            self._refuse()
+        self.total = self.failed = 0
+
+    def _refuse(self) -> None:
+        raise BadInput(
+            f"expected held-out completions with rewards, got {self.failed} of {self.total} without, the latest of "
+            f"{self.latest}; correct the reward function, or the columns of the set in [evaluation.data]"
+        )
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:

@@ -56,7 +56,11 @@ def build_evaluator(settings: "Settings", context: "ProcessContext") -> "Role":
         loop=settings.loop,
         dispatch=settings.dispatch,
         task=HeldOutTask(
-            partial(_held_out, settings), wanted, settings.rewards.weight_by_name, sampling_seed(settings)
+            partial(_held_out, settings),
+            wanted,
+            settings.rewards.weight_by_name,
+            sampling_seed(settings),
+            settings.ingest.max_unrewarded_share,
         ),
         metrics=RunDirectory(settings.run.path).metrics,
         on_tick=context.on_tick,
@@ -83,7 +87,8 @@ def _prompts_by_set(settings: "Settings") -> "dict[str, list[Prompt]]":
 def _processes(settings: "Settings") -> Sequence[ChildProcess]:
     if not _held_out_of(settings).sets:
         return []
-    return [ChildProcess("evaluator", "evaluator", optional=True, awaited=True, is_single=True)]
+    # Not optional: a run whose held-out rewards fail would end with figures that mean nothing.
+    return [ChildProcess("evaluator", "evaluator", awaited=True, is_single=True)]
 
 
 def _completed(tree: "dict[str, Any]") -> "dict[str, Any]":

@@ -1178,6 +1178,16 @@ CASES = (
         ),
     ),
     Case(
+        "F3c",
+        "rewards of held-out completions raise",
+        "The evaluator ends, and the run with it, as it does for rewards in training.",
+        "exit code 2 and one line with the prompt, the reward and its reason",
+        (
+            "producers/evaluation/test_evaluator.py::"
+            "test_held_out_rewards_that_fail_end_the_evaluation_with_their_reason",
+        ),
+    ),
+    Case(
         "F4",
         "settings, data, addresses or commands are wrong",
         "One line with the key. Nothing is written.",

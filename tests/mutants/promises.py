@@ -5,6 +5,18 @@ from tests.mutants.mutant import Mutant
 TRAINING = "tests/consumers/training"
 
 PROMISES = (
+    # Held-out rewards that raise are scored as 0, and nobody is told.
+    Mutant(
+        "62",
+        "failed rewards of held-out completions count for nothing",
+        "producers/evaluation/evaluator.py",
+        "                    self.failures.add(message)\n",
+        "                    pass\n",
+        (
+            "tests/producers/evaluation/test_evaluator.py::"
+            "test_held_out_rewards_that_fail_end_the_evaluation_with_their_reason",
+        ),
+    ),
     # An environment whose every step raises plays no episode, and the run waits for ever.
     Mutant(
         "61",

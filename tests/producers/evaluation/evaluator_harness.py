@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,7 +86,7 @@ class EvaluatorHarness:
             RUN,
             LoopSettings(heartbeat_timeout_s=10.0),
             DispatchSettings(order_timeout_s=20.0),
-            HeldOutTask(held_out, settings, {"right": 1.0}),
+            HeldOutTask(held_out, settings, {"right": 1.0}, max_unrewarded_share=0.2),
             self.path / "metrics.jsonl",
             Clocks(monotonic=lambda: self.now),
             policies=self.policies,
@@ -127,12 +127,18 @@ class EvaluatorHarness:
         return messages_of(self.bus, RUN, EVALUATIONS, EvaluationReport)
 
     async def deliver(
-        self, order: EvaluationOrder, reward: float = 1.0, *, newest: PolicyVersion | None = None
+        self,
+        order: EvaluationOrder,
+        reward: float = 1.0,
+        *,
+        newest: PolicyVersion | None = None,
+        errors: Mapping[str, str] | None = None,
     ) -> None:
         for index in order.sample_indices:
             span = VersionSpan(version=newest or order.version, start=0, end=5)
             made = fields_from_order(order.work_order(), index) | {
-                "rewards": {"right": reward},
+                "rewards": {"right": None if errors else reward},
+                "reward_errors": dict(errors or {}),
                 "version_spans": (span,),
             }
             await self.send(EVALUATION_SAMPLES, trajectory(**made), order.group_id)

@@ -2,12 +2,14 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from streamrl.producers.evaluation.results import MAX_FAILED_IN_A_ROW, FailedRewards
 from streamrl.producers.evaluation.settings import PATIENCE_S
 from streamrl.schemas.control import RunFinished
-from streamrl.schemas.errors import Superseded
+from streamrl.schemas.errors import BadInput, Superseded
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import StepReport, WorkerState
 from streamrl.schemas.topics import (
@@ -16,10 +18,12 @@ from streamrl.schemas.topics import (
     TRAJECTORIES,
     WORK_ORDERS,
 )
+from streamrl.schemas.trajectories import FinishReason
 from tests.coordinator.factories import step_report
 from tests.fakes.topics import records_of
 from tests.fakes.waiting import until
 from tests.producers.evaluation.evaluator_harness import PROMPTS, RUN, EvaluatorHarness
+from tests.schemas.examples import trajectory
 
 
 @pytest.fixture
@@ -60,6 +64,41 @@ async def test_weights_are_evaluated_by_workers_that_hold_them_and_reported_once
         "eval/pass@2": pytest.approx(0.6),
     }
     assert [(line["step"], line["evaluated"], line["eval/hard/pass@1"]) for line in harness.lines] == [(0, "1-0", 0.0)]
+
+
+async def test_held_out_rewards_that_fail_end_the_evaluation_with_their_reason(harness: EvaluatorHarness) -> None:
+    async with harness.running() as task:
+        await harness.send(STEPS, step_report(1, 0))
+        await harness.beat("w0", 0)
+        await until(lambda: len(harness.orders) == 4)
+        fine, *failing = harness.orders
+        await harness.deliver(fine)
+        await until(lambda: len(harness.orders) == 5)
+        for order in [*failing, harness.orders[4]]:
+            await harness.deliver(order, errors={"right": "KeyError: 'solution'"})
+        with pytest.raises(
+            BadInput, match=r"got 8 of 10 without, the latest of .*: reward right: KeyError: 'solution'"
+        ):
+            await task
+    assert not harness.reports
+
+
+def test_refused_completions_and_few_failures_end_no_evaluation() -> None:
+    failures = FailedRewards(max_share=0.2)
+    failed: dict[str, Any] = {"rewards": {"right": None}, "reward_errors": {"right": "broke"}}
+    for _ in range(MAX_FAILED_IN_A_ROW + 1):
+        failures.add(trajectory(**failed, refusal="longer than 64 tokens"))
+        failures.add(trajectory(**failed, finish_reason=FinishReason.ABORT))
+    for _ in range(10):
+        for _ in range(4):
+            failures.add(trajectory(reward_errors={}))
+        failures.add(trajectory(**failed))
+    failures.add(trajectory(reward_errors={}))
+    failures.end_version()
+    for _ in range(MAX_FAILED_IN_A_ROW):
+        failures.add(trajectory(**failed))
+    with pytest.raises(BadInput, match=f"got {MAX_FAILED_IN_A_ROW + 1} of {MAX_FAILED_IN_A_ROW + 1} without"):
+        failures.add(trajectory(**failed))
 
 
 async def test_evaluation_trains_nothing(harness: EvaluatorHarness) -> None:
