@@ -255,7 +255,7 @@ def vllm_decoders(characters_dir: Path, undecided_dir: Path) -> Iterator[tuple[K
             stack.callback(decoder.give_up)
         first, second = (one.result() for one in loading)
         # Only JSON ends: tests of everything else need completions that run to their limit.
-        engines[0]._facts = first = replace(first, ends=EndTokens({}, {}))
+        engines[0]._facts = first = replace(first, ends=EndTokens({}, {}))  # type: ignore[attr-defined]
         KeptDecoder.processes |= engine_processes()
         yield KeptDecoder(engines[0], first), KeptDecoder(engines[1], second)
 
