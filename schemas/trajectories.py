@@ -42,7 +42,7 @@ class Prompt(Part):
     """One task for the policy, with the columns that its reward functions need.
 
     ``content`` is plain text, or chat turns that the worker renders with the model's chat template. ``stated`` is the
-    prompt as it stands in the data, in the same form, if the settings word it otherwise for the model.
+    prompt of the data, in the same form, if the settings word it otherwise for the model.
     """
 
     prompt_id: ShortText

@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import structlog
@@ -69,7 +70,7 @@ class HeldOutTask:
     seed: int | None = None
     max_unrewarded_share: float = 1.0
 
-    @property
+    @cached_property
     def rule(self) -> PassRule:
         """What makes a completion pass."""
         return PassRule.of(self.settings.passes_at, self.weights)

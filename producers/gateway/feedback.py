@@ -230,8 +230,9 @@ class FeedbackStore:
             if state != _OPEN or self.clock() - ended_at > self.timeout_s:
                 late = f"expected feedback within {self.timeout_s:g} s of the completion's end, got it later"
                 raise ApiError(410, late, param="id", code="feedback_window_closed")
-            oldest = min(one.oldest_version for one in unpacked(body))
-            if oldest.number < trainable_from:
+            # Decoded only if it can be too old: the body has all tokens of all choices.
+            oldest = min(one.oldest_version for one in unpacked(body)) if trainable_from > 0 else None
+            if oldest is not None and oldest.number < trainable_from:
                 raise ApiError(
                     410,
                     "expected feedback while the trainer takes the completion's weights, got it too late: it was "

@@ -307,7 +307,7 @@ def _fault_in(error: ValidationError) -> str:
 
 
 def _worded(settings: DataSettings, content: Any, where: str) -> tuple[Any, Any]:
-    """The prompt as the model gets it, and as it stands in the data, in the same form; None if both are the same.
+    """The prompt for the model, and the prompt in the data, in the same form; None if both are the same.
 
     Raises:
         DataError: a setting does not fit the prompt.

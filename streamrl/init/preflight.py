@@ -40,6 +40,7 @@ from streamrl.inspection.environment import read_machine
 from streamrl.observability.metrics.tracking import try_trackers
 from streamrl.producers.generation.engines.model_files import UNLIMITED, ModelFacts, read_facts
 from streamrl.producers.generation.tokenizer import ModelTokenizer
+from streamrl.producers.prompts.columns import COMPARING
 from streamrl.producers.rewards.trial import RewardTrial, RewardTrials, TriedRow, made_up, try_rewards
 from streamrl.schemas.errors import CheckpointError, StreamRLError, UserError
 from streamrl.schemas.import_path import load_function
@@ -54,8 +55,6 @@ PROMPTS_PATIENCE_S = 60.0
 SHOWN_ROWS = 5
 MAX_SHOWN_CHARACTERS = 60
 """Most characters of a prompt's start, and of its end, that are shown."""
-ANSWER_REWARDS = ("math_verify", "exact_match")
-"""Functions that pay for a row's answer as it is written."""
 
 
 @dataclass(frozen=True)
@@ -475,7 +474,7 @@ def _reward_check(trial: RewardTrial, trials: RewardTrials, settings: Settings) 
         findings.append(f"{len(unpaid)} rows get 0 or None for their own answer, {example}")
     if 0 < len(trial.deceived) < len(trial.rewards):
         findings.append(f"{len(trial.deceived)} rows pay another row's answer as much, first {trial.deceived[0]}")
-    pays_answers = trial.function in ANSWER_REWARDS and settings.rewards.answer_pattern is None
+    pays_answers = trial.function in COMPARING and settings.rewards.answer_pattern is None
     state = "fail" if pays_answers and len(unpaid) > share * trial.rows else "note" if findings else "ok"
     return Check("rewards", state, "; ".join([detail, *findings]))
 

@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 TRAINING = "tests/consumers/training"
 
 PROMISES = (
-    # Held-out rewards that raise are scored as 0, and nobody is told.
+    # Held-out rewards that raise are scored as 0 without a message.
     Mutant(
         "62",
         "failed rewards of held-out completions count for nothing",

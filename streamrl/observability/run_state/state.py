@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 
 from cachetools import FIFOCache
 
@@ -382,7 +383,8 @@ class RunState:
         if self.progress.finished:
             return None
         warnings = (part.warning(now) for part in self.parts)
-        return next((text for text in warnings if text is not None), self._stall_warning(now) or self._reward_warning())
+        told = next((text for text in warnings if text is not None), None)
+        return told or self._stall_warning(now) or self._reward_warning()
 
     def _stall_warning(self, now: float) -> str | None:
         """Why no step is taken: all trajectories are skipped, or what the run waits for."""
@@ -401,7 +403,7 @@ class RunState:
         return f"no step for {now - step_at:.0f} s, trajectories skipped since: {reasons}; {self.refusals.latest}"
 
     def _reward_warning(self) -> str | None:
-        newest = list(self.learning.steps.entries)[-FLAT_STEPS:]
+        newest = [*islice(reversed(self.learning.steps.entries), FLAT_STEPS)]
         if len(newest) < FLAT_STEPS or any(step.metrics.get("frac_reward_zero_std") != 1.0 for step in newest):
             return None
         return f"in the last {FLAT_STEPS} steps all samples of each prompt had equal rewards: nothing is learned"

@@ -23,6 +23,7 @@ from tests.coordinator.factories import step_report
 from tests.fakes.topics import records_of
 from tests.fakes.waiting import until
 from tests.producers.evaluation.evaluator_harness import PROMPTS, RUN, EvaluatorHarness
+from tests.progress import within
 from tests.schemas.examples import trajectory
 
 
@@ -79,7 +80,7 @@ async def test_held_out_rewards_that_fail_end_the_evaluation_with_their_reason(h
         with pytest.raises(
             BadInput, match=r"got 8 of 10 without, the latest of .*: reward right: KeyError: 'solution'"
         ):
-            await task
+            await within(task, 20)
     assert not harness.reports
 
 

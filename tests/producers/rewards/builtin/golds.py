@@ -66,7 +66,7 @@ REFUSED = (
     *("1969-07-20", "2020-12-25", "12/25/2020", "12:30", "1 2 3", "x +", "{", "\\frac{1}{", "!", "?", "7" * 2000),
     *('{"target": 24, "numbers": [1, 2]}', "[{'a': 1}]", "print(4)", "https://a.b/4"),
 )
-"""Golds that are no mathematics, or of which nobody can say which mathematics they are."""
+"""Golds that are no mathematics, or whose mathematics is ambiguous."""
 DECOYS = (
     *(("2x+1", "2"), ("2x+1", "1"), ("x^2+1", "1"), ("(2,-3)", "-3"), ("(2, -3)", "(-3, 2)"), ("6+9i", "6")),
     *(("6+9i", "9"), ("1,-2", "1"), ("1,-2", "-2"), ("p - q", "q - p"), ("\\$18.90", "18"), ("10 000", "0")),
