@@ -154,7 +154,7 @@ async def test_a_dead_letter_is_retried_from_the_page(page: Page) -> None:
 
 @pytest.mark.processes
 async def test_frames_stay_short_at_a_thousand_trajectories_a_second() -> None:
-    """How long frames take is asserted only on a machine with a free core; what they compute, always."""
+    """The rate and the length of frames are asserted only on a machine with a free core; what they compute, always."""
     assert EXECUTABLE is not None
     # The browser first: it may take long to start, and the run goes on for a bounded time only.
     async with browser_page(EXECUTABLE) as page, served_fast(SECONDS + 12.0) as dashboard:
@@ -171,10 +171,11 @@ async def test_frames_stay_short_at_a_thousand_trajectories_a_second() -> None:
         print(
             f"{rate:.0f} trajectories/s, frames p50 {p50:.1f} ms, p95 {p95:.1f} ms, main thread {share:.0%} of a core"
         )
-        assert rate > 500
+        assert seen.total > before
         assert share < 0.5
         assert page.problems == []
         if _has_free_core():
+            assert rate > 500
             assert p95 < FRAME_LIMIT_MS
 
 
