@@ -9,7 +9,9 @@ Invariants:
 - the_first_signal_requests_a_stop_and_the_second_ends_at_once: the second skips all clean-up, as the clean-up may hang;
 - simultaneous_signals_count_once: timeout(1) and shells send a signal to a process and to its process group;
 - an_interrupt_swallowed_by_a_callback_is_raised_again: Python runs callbacks of weak references and finalizers between
-  any two lines, imports included, and drops the exceptions that they raise.
+  any two lines, imports included, and drops the exceptions that they raise;
+- a_module_that_is_being_imported_is_not_interrupted: a library of C++ that runs Python code while it loads, as torch
+  does, aborts the process if that code raises. The interrupt comes when the import is over.
 """
 
 import faulthandler
@@ -20,15 +22,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
+from types import CodeType, FrameType
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_S = 0.5
 """Seconds within which two signals count as one request. A person waits longer before pressing Ctrl-C again."""
-
-
 AGAIN_S = 0.02
-"""Seconds before a swallowed interrupt is raised again: the callback that swallowed it takes less."""
+"""Seconds between two looks whether a swallowed or postponed interrupt can be raised."""
+IMPORTING_S = 60.0
+"""Most seconds that an import postpones an interrupt: torch takes 2 s, on a busy machine 30 s."""
 
 
 class _Requests:
@@ -40,7 +42,8 @@ class _Requests:
         self.is_handled = False
         self.is_over = False
         self.is_held = False
-        self.is_swallowed = False
+        self.is_due = False  # the first request's interrupt was swallowed or postponed, and will be raised again
+        self.is_again = False  # the next signal is the one that raises it
         self.is_reported = False
         self.on_request: Callable[[signal.Signals], object] | None = None
 
@@ -116,7 +119,7 @@ def stop_requests_handled_by(on_ask: Callable[[signal.Signals], object]) -> Iter
     }
     _requests.on_request = lambda number: loop.call_soon_threadsafe(on_ask, number)
     if _requests.first is not None:
-        _requests.is_swallowed = False
+        _requests.is_due = False
         on_ask(_requests.first)
     try:
         yield
@@ -162,12 +165,13 @@ def _note(number: signal.Signals) -> None:
 def _on_signal(number: int, frame: FrameType | None) -> None:
     if _requests.is_over:
         os._exit(128 + number)
-    if _requests.first is not None and not _requests.is_swallowed:
+    if _requests.first is not None and not _requests.is_again:
         if time.monotonic() - _requests.at >= SAME_S:
             os._exit(128 + number)
         return
-    _requests.is_swallowed = False
-    _note(signal.Signals(number))
+    _requests.is_again = _requests.is_due = False
+    if _requests.first is None:
+        _note(signal.Signals(number))
     if _requests.on_request is not None:
         _requests.on_request(signal.Signals(number))
     elif not _requests.is_held:
@@ -176,6 +180,9 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 def _interrupt(frame: FrameType | None) -> None:
     """Interrupt as Ctrl-C does at this moment: while asyncio runs a task, it has its own handler for SIGINT."""
+    if _postpones(sys._getframe()):  # noqa: SLF001 — documented, the name apart
+        _raise_later()
+        return
     on_ctrl_c = signal.getsignal(signal.SIGINT)
     if callable(on_ctrl_c) and on_ctrl_c is not _on_signal:
         on_ctrl_c(signal.SIGINT, frame)
@@ -188,17 +195,36 @@ def _raise_again(unraisable: "sys.UnraisableHookArgs") -> None:
         sys.__unraisablehook__(unraisable)
         return
     # Not raised here, because Python drops exceptions of this function too.
-    _requests.is_swallowed = True
+    _raise_later()
+
+
+def _raise_later() -> None:
+    _requests.is_due = True
     threading.Thread(target=_send_again, args=(_requests.first or signal.SIGINT,), daemon=True).start()
 
 
-def _send_again(number: signal.Signals) -> None:
-    """Send the signal once the main thread has left ``_raise_again``, where a busy machine may keep it for long."""
+def _send_again(number: int) -> None:
+    """Send the signal once the main thread, which a busy machine may delay, is where it can be interrupted."""
     while True:
         time.sleep(AGAIN_S)
         frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 — documented, the name apart
-        while frame is not None and frame.f_code is not _raise_again.__code__:
-            frame = frame.f_back
-        if frame is None:
+        if not (_runs(frame, _raise_again.__code__) or _postpones(frame)):
             break
-    os.kill(os.getpid(), number)
+    if _requests.is_due:
+        _requests.is_again = True
+        os.kill(os.getpid(), number)
+
+
+def _postpones(frame: FrameType | None) -> bool:
+    is_importing = any(each.f_code.co_filename.startswith("<frozen importlib") for each in _callers(frame))
+    return is_importing and time.monotonic() - _requests.at < IMPORTING_S
+
+
+def _runs(frame: FrameType | None, code: CodeType) -> bool:
+    return any(each.f_code is code for each in _callers(frame))
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -592,4 +592,13 @@ PROMISES = (
         "    pass\n",
         ("tests/schemas/test_stopping.py::test_an_interrupt_swallowed_by_a_callback_is_raised_again",),
     ),
+    # A trainer that is stopped while it loads torch aborts.
+    Mutant(
+        "59d",
+        "an import is interrupted in its middle",
+        "schemas/stopping.py",
+        "    return is_importing and time",
+        "    return False and time",
+        ("tests/schemas/test_stopping.py::test_a_module_that_is_being_imported_is_not_interrupted",),
+    ),
 )

@@ -181,6 +181,26 @@ threading.Thread.start = started_late
     assert (done.returncode, done.stderr) == (130, "stopped\n")
 
 
+IMPORTED = """
+stopping.IMPORTING_S = {0}
+try:
+    import slow
+    time.sleep(30)
+except KeyboardInterrupt:
+    print("interrupted", "slow" in sys.modules)
+    sys.exit(stopping.exit_code())
+"""
+
+
+def test_a_module_that_is_being_imported_is_not_interrupted(tmp_path: Path) -> None:
+    """One whose import never ends is, after a time, so that its process ends."""
+    (tmp_path / "slow.py").write_text(f"import os, signal, time\n{SEND.format('SIGTERM')}time.sleep(0.3)\n")
+    begin = f"signal.signal(signal.SIGINT, signal.default_int_handler)\nsys.path.insert(0, {str(tmp_path)!r})\n"
+    whole, endless = ended(begin + IMPORTED.format(60.0)), ended(begin + IMPORTED.format(0.1))
+    assert (whole.returncode, whole.stdout) == (143, "interrupted True\n"), whole.stderr
+    assert (endless.returncode, endless.stdout) == (143, "interrupted False\n"), endless.stderr
+
+
 def test_a_crash_leaves_the_stacks_of_all_threads() -> None:
     code = """
 import threading
