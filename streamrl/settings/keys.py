@@ -1,9 +1,11 @@
 """The keys of the settings tree: known, renamed and removed keys, and suggestions for unknown ones."""
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -314,6 +316,33 @@ def _secret_keys(model: type[BaseModel], section: Key) -> Iterator[Key]:
             yield from _secret_keys(inner, (*section, name))
         elif is_secret(field.annotation):
             yield (*section, name)
+
+
+@cache
+def takes_only_text(key: Key) -> bool:
+    """Whether a setting takes text and no other type, so that ``007`` or ``1e5`` is its text and no number."""
+    inner: list[Any] = [Settings]
+    for part in key:
+        inner = [each for outer in inner for each in _types_at(outer, part)]
+    others = [each for each in inner if each is not NoneType]
+    return bool(others) and all(isinstance(each, str) or each in (str, Path) for each in others)
+
+
+def _types_at(outer: Any, part: str) -> list[Any]:
+    """The types of a section's setting, or of a table's values."""
+    if (section := _section(outer)) is not None:
+        return _alternatives(section.model_fields[part].annotation) if part in section.model_fields else []
+    return _alternatives(get_args(outer)[1]) if get_origin(outer) in (dict, Mapping) else []
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    """The members of a union, and the values of a literal; else the type itself."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _alternatives(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return [each for member in get_args(annotation) for each in _alternatives(member)]
+    return list(get_args(annotation)) if origin is Literal else [annotation]
 
 
 def keys_in(section: Key) -> list[str]:

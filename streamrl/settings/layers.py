@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from streamrl.schemas.errors import SettingsError
 from streamrl.schemas.secrets import ENV_PREFIX, variable_of
-from streamrl.settings.keys import Key, secret_keys
+from streamrl.settings.keys import Key, secret_keys, takes_only_text
 from streamrl.settings.run_directory import CONFIG
 
 Tree = dict[str, Any]
@@ -178,7 +178,9 @@ def merged(*layers: Tree) -> Tree:
 
 
 def _put(tree: Tree, path: list[str], text: str) -> None:
-    value = text if tuple(path) in secret_keys() else _value(text)
+    value = text if (key := tuple(path)) in secret_keys() else _value(text)
+    if takes_only_text(key) and not isinstance(value, str):
+        value = text
     for part in path[:-1]:
         node = tree.setdefault(part, {})
         # As in "--loop.mode=stream --loop.mode.x=1": a value is where a section should be.

@@ -25,6 +25,21 @@ def test_arguments_are_read_with_space_or_equals_sign_and_typed_as_toml() -> Non
     }
 
 
+@pytest.mark.parametrize("text", ["007", "1e5", "59e123456789", "inf", "true", "2026-11-30", "[1]", "{a = 1}"])
+def test_a_setting_that_takes_only_text_keeps_it_as_written(text: str) -> None:
+    """A container's host name may look like a number: 59e123456789."""
+    for section, name in (("run", "name"), ("metrics", "host"), ("loop", "mode"), ("model", "path")):
+        assert from_arguments([f"--{section}.{name}={text}"]) == {section: {name: text}}
+    held_out = from_arguments([f"--evaluation.data.math.path={text}"])
+    assert held_out == {"evaluation": {"data": {"math": {"path": text}}}}
+    assert from_environment({"STREAMRL_METRICS__HOST": text}) == {"metrics": {"host": text}}
+
+
+def test_a_setting_that_takes_a_number_or_a_word_gets_the_number() -> None:
+    assert from_arguments(["--data.name=none", "--loop.top_k=7"]) == {"data": {"name": "none"}, "loop": {"top_k": 7}}
+    assert from_arguments(['--run.name="7"']) == {"run": {"name": "7"}}
+
+
 @pytest.mark.parametrize("arguments", [["--run.name"], ["--name", "x"], ["name"], ["--a.b=1", "--a.b.c=2"]])
 def test_arguments_of_another_shape_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SettingsError, match="expected"):
