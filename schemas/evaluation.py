@@ -15,6 +15,9 @@ from streamrl.schemas.trajectories import LengthEstimate, Prompt, SamplingParams
 EVALUATED = "evaluated"
 """Key that only evaluation lines of ``metrics.jsonl`` have; its value is the evaluated version."""
 
+PROMPTS = "prompts"
+"""Key of the number of held-out prompts in the same lines."""
+
 
 class EvaluationOrder(Message):
     """Evaluator → one process of a worker: sample these completions of a held-out prompt during training.

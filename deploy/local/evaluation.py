@@ -9,9 +9,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from streamrl.bus.embedded.process import die_with_parent
 from streamrl.schemas.errors import UserError
@@ -23,12 +23,16 @@ TIMEOUT_S = 1800
 
 
 class Evaluation(BaseModel):
-    """The result of an evaluation function: numbers by name, and samples to show (dictionaries of plain values)."""
+    """The result of an evaluation function: numbers by name, and samples to show (dictionaries of plain values).
+
+    ``prompts``: the number of held-out prompts that the first number is a share of; a report needs it for intervals.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     metrics: dict[str, float]
     samples: list[dict[str, JsonValue]] = []
+    prompts: Annotated[int, Field(ge=1)] | None = None
 
 
 def evaluate(function: str, model: str | Path, seed: int) -> Evaluation:

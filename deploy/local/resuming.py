@@ -7,6 +7,7 @@ the trainer is started and decides.
 
 import json
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,8 @@ def complete_line(settings: Settings, step: int) -> str:
     )
 
 
-def resuming_line(settings: Settings, kept: Path, step: int) -> str:
-    """A line with the step at which the run continues and the settings that differ from ``kept``, those of its last
-    start.
-    """
-    changes = _changed_settings(settings, kept)
+def resuming_line(step: int, changes: Sequence[str]) -> str:
+    """A line with the step at which the run continues, and the settings that changed since its last start."""
     more = len(changes) - MAX_CHANGES
     shown = ", ".join(changes[:MAX_CHANGES]) + (f" and {more} more" if more > 0 else "")
     return f"continuing from step {step}" + (f"; changed: {shown}" if changes else "")
@@ -123,7 +121,8 @@ def _is_summarised(settings: Settings, directory: RunDirectory, step: int) -> bo
     return settings.evaluation.function is None or any(key.endswith("_after") for key in summary)
 
 
-def _changed_settings(settings: Settings, kept: Path) -> list[str]:
+def changed_since(kept: Path, settings: Settings) -> list[str]:
+    """The settings that differ from ``kept``, the resolved file of the last start, each with both values."""
     try:
         trees = tomllib.loads(kept.read_text()), tomllib.loads(as_toml(settings))
     except (OSError, ValueError):

@@ -30,6 +30,7 @@ from streamrl.deploy.local.evaluation import Evaluation, evaluate
 from streamrl.deploy.local.fleet import Fleet, RemoteTrainerWatch
 from streamrl.deploy.local.logs import LogRotation
 from streamrl.deploy.local.resuming import (
+    changed_since,
     check_checkpoints,
     complete_line,
     final_model,
@@ -54,6 +55,7 @@ from streamrl.inspection.diagnostics.connect import RunConnection
 from streamrl.inspection.diagnostics.feed import feed_of
 from streamrl.inspection.environment import read_machine
 from streamrl.inspection.opening import open_index
+from streamrl.inspection.report.record import RunStart
 from streamrl.observability.metrics.tracking import check_installed
 from streamrl.observability.record_index.entries import Fold
 from streamrl.observability.record_index.following import IndexFollower
@@ -125,9 +127,11 @@ def run_locally(
         asyncio.run(_claim(settings, address, adopt=adopt))
         # Files are written only after this start holds the run, because processes of a running run read them.
         directory.create()
+        # Compared before the configuration is replaced by this start's.
+        changes = changed_since(directory.config, settings) if resumed else []
         if resumed:
-            # Printed before the configuration is replaced, because it compares the settings with the last start's.
-            print(resuming_line(settings, directory.config, resumed))
+            print(resuming_line(resumed, changes))
+        start = RunStart(at=time.time(), step=resumed, changed=tuple(changes))
         directory.write_config(as_toml(settings))
         if prepare_only:
             print(f"run {settings.run.name} is ready for its processes: {address}, {directory.path}/")
@@ -138,7 +142,7 @@ def run_locally(
 
     # A broker that was started here is down by now; an evaluation needs none.
     after = _evaluate_model(settings, final_model(settings), "after") if trained.finished else None
-    conclude(settings, directory, trained, resumed, before, after)
+    conclude(settings, directory, trained, start, before, after)
     print(_next_command(directory, finished=trained.finished))
     return _exit_code(trained)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from streamrl.schemas.errors import BadInput
-from streamrl.schemas.evaluation import EVALUATED, EvaluationReport
+from streamrl.schemas.evaluation import EVALUATED, PROMPTS, EvaluationReport
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.trajectories import FinishReason, Trajectory
 
@@ -187,7 +187,9 @@ def append_evaluations(path: Path, reports: Iterable[EvaluationReport]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # One write: the trainer appends to the same file, and lines of two writers must not mix.
     lines = [
-        json.dumps({"step": report.step, "time": report.sent_at, EVALUATED: version, **report.metrics})
+        json.dumps(
+            {"step": report.step, "time": report.sent_at, EVALUATED: version, PROMPTS: report.prompts, **report.metrics}
+        )
         for version, report in new.items()
     ]
     with path.open("a") as file:

@@ -1,12 +1,14 @@
 """Evaluation during a run as a feature: its process, the rules of its settings, and the workers' side work for it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.evaluation import PROMPTS
 from streamrl.settings.features import (
     ChildProcess,
+    Displays,
     Feature,
     FeatureProcesses,
     FeatureRole,
@@ -19,6 +21,8 @@ from streamrl.settings.features import (
 
 if TYPE_CHECKING:
     from streamrl.coordinator.coordinator import LastEvaluation
+    from streamrl.inspection.report.headline import HeldOut
+    from streamrl.inspection.report.record import RunRecord
     from streamrl.observability.role_context import ProcessContext, Role
     from streamrl.producers.evaluation.settings import HeldOutSettings
     from streamrl.producers.evaluation.state import HeldOutPrompts
@@ -184,6 +188,31 @@ def _awaited(settings: "Settings") -> "LastEvaluation | None":
     return LastEvaluation(due, PATIENCE_S)
 
 
+def _held_out_result(record: "RunRecord") -> "HeldOut | None":
+    """pass@1 over all sets, at the first and the last weights that were evaluated."""
+    from streamrl.inspection.report.headline import HeldOut
+    from streamrl.observability.run_state.evaluations import OVERALL
+
+    known = [(step, metrics) for step, metrics in record.rows.evaluations if OVERALL in metrics]
+    if not known:
+        return None
+    (first, before), (last, after) = known[0], known[-1]
+    # Two versions may have been evaluated with different numbers of prompts, if settings changed in between.
+    prompts = int(min(before.get(PROMPTS, 0), after.get(PROMPTS, 0)))
+    conditions = _conditions(record.settings)
+    return HeldOut("pass@1", before[OVERALL], after[OVERALL], (first, last), prompts, conditions)
+
+
+def _conditions(settings: Mapping[str, Any]) -> str:
+    """How held-out prompts were sampled, in words; ``settings``: by dotted key."""
+    sets = sorted({key.split(".")[2] for key in settings if key.startswith("evaluation.data.")})
+    samples = settings.get("evaluation.samples", 1)
+    temperature = settings.get("evaluation.temperature", settings.get("loop.temperature"))
+    of = f"of {', '.join(sets)}, " if sets else "with "
+    sampled = f"{samples} {'sample' if samples == 1 else 'samples'} of each"
+    return f"{of}{sampled}{'' if temperature is None else f', temperature {temperature:g}'}"
+
+
 FEATURE = Feature(
     name="evaluation",
     settings=SettingsRules(check=_check_settings, complete=_completed),
@@ -201,4 +230,5 @@ FEATURE = Feature(
     ),
     start=StartHooks(check=_check_start, try_out=_try_out),
     loop=LoopHooks(side_work=_side_work),
+    displays=Displays(held_out=_held_out_result),
 )

@@ -120,4 +120,5 @@ def judged(model: Any, tokenizer: Any, seed: int) -> dict[str, Any]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED + seed)
         rounds = [solve(model, tokenizer, questions[:NUM_SAMPLED], sampled=True) for _ in range(SAMPLES)]
-    return {"metrics": metrics_of(greedy, rounds), "samples": [asdict(one) for one in greedy[:NUM_SHOWN]]}
+    samples = [asdict(one) for one in greedy[:NUM_SHOWN]]
+    return {"metrics": metrics_of(greedy, rounds), "samples": samples, "prompts": len(greedy)}

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
 from streamrl.schemas.errors import SettingsError
 from streamrl.schemas.secrets import variable_of
@@ -68,6 +69,20 @@ def explain(key: str, settings: Settings | None = None) -> list[str]:
 
 def _advanced(key: str) -> list[str]:
     return [] if key in first_keys() else ["  advanced: most runs keep the default"]
+
+
+@cache
+def defaults() -> dict[str, Any]:
+    """The defaults of all settings that have one, by dotted key, in the form of a resolved file."""
+    return dict(_defaults(Settings, ""))
+
+
+def _defaults(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _defaults(field.annotation, f"{prefix}{name}.")
+        elif not field.is_required():
+            yield prefix + name, to_jsonable_python(field.get_default(call_default_factory=True))
 
 
 def description_of(path: Key) -> str:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from streamrl.consumers.training.session import PartsOf, TrainerContext
     from streamrl.coordinator.coordinator import LastEvaluation
     from streamrl.coordinator.policies import CoordinatorContext, PolicyControl
+    from streamrl.inspection.report.headline import HeldOut
+    from streamrl.inspection.report.record import RunRecord
     from streamrl.observability.metrics.families import Family
     from streamrl.observability.role_context import ProcessContext, Role
     from streamrl.observability.run_state.parts import RunPart
@@ -159,13 +161,16 @@ def _no_policy(_: "Message") -> str | None:
 class Displays:
     """What the displays of a run show for a feature.
 
-    ``part`` builds its part of a run's state, given the run's name; ``sections`` names the sections that the part adds
-    to a snapshot. ``worker_rows`` returns the rows that a terminal draws below the workers, given a snapshot's sections
-    and the width of a name in cells. ``policy_in`` returns the policy for which a control message announces separate
-    topics, which audits and exports then read too; None for any other message.
+    ``part`` builds its part of a run's state, given the run's name; None: it has no part. ``sections`` names the
+    sections that the part adds to a snapshot. ``held_out`` returns the result on held-out prompts with which a report
+    starts, given the run's files; None: the feature has no result there. ``worker_rows`` returns the rows that a
+    terminal draws below the workers, given a snapshot's sections and the width of a name in cells. ``policy_in``
+    returns the policy for which a control message announces separate topics, which audits and exports then read too;
+    None for any other message.
     """
 
-    part: "Callable[[str], RunPart]"
+    part: "Callable[[str], RunPart] | None" = None
+    held_out: "Callable[[RunRecord], HeldOut | None]" = lambda record: None
     sections: tuple[str, ...] = ()
     worker_rows: "Callable[[Mapping[str, Any], int], list[Text]]" = lambda data, name: []
     policy_in: "Callable[[Message], str | None]" = _no_policy
@@ -341,7 +346,7 @@ def displays() -> tuple[Displays, ...]:
 
 def run_parts(run: str) -> "tuple[RunPart, ...]":
     """The parts that features add to a run's state."""
-    return tuple(display.part(run) for display in displays())
+    return tuple(display.part(run) for display in displays() if display.part is not None)
 
 
 def feature_sections() -> tuple[str, ...]:

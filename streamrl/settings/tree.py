@@ -181,7 +181,7 @@ class EvaluationSettings(Section):
         Field(
             min_length=1,
             description="Before and after a run: package.module:function (model directory, seed) -> {'metrics': "
-            "{...}, 'samples': [...]}",
+            "{...}, 'samples': [...], 'prompts': number of prompts}; the last two may be left out",
         ),
     ] = None
 

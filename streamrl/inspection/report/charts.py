@@ -4,6 +4,7 @@ Lines name their run, and share its steps and seconds. Tracks are in millisecond
 the_page_stays_small: a line has at most ``POINTS`` points for a run of any length. In a long run each is a mean.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ from streamrl.observability.run_state.aggregates import LAG_PREFIX
 from streamrl.observability.run_state.evaluations import OVERALL
 
 POINTS = 600
+MARKS = 40
+"""Most marks of a run that are drawn, the newest ones: more would hide the curves."""
 
 
 class Curve(NamedTuple):
@@ -65,11 +68,8 @@ CURVES: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve("Learning rate", "", (("optim/lr", "learning rate"),)),
             Curve("Critic's loss", "", (("critic/loss", "value loss"),)),
             Curve("Critic's explained variance", "share", (("critic/explained_variance", "of the returns"),)),
-            Curve(
-                "Preferences",
-                "",
-                (("preference/accuracy", "share of pairs in the right order"), ("preference/margin", "margin")),
-            ),
+            Curve("Preferences", "share", (("preference/accuracy", "pairs in the right order"),)),
+            Curve("Margin of preferences", "", (("preference/margin", "margin"),)),
             Curve("KL to the teacher", "nats a token", (("distillation/reverse_kl", "policy against teacher"),)),
             Curve("Masked importance weights", "share", (("sampling/masked_ratio", "of tokens"),)),
         ),
@@ -140,11 +140,32 @@ def _evaluations(all_rows: Sequence[StepTable]) -> list[dict[str, Any]]:
     lines = []
     for number, rows in enumerate(all_rows):
         keys = sorted({key for _, metrics in rows.evaluations for key in metrics if "/pass@" in key})
+        if len({key.rpartition("/")[0] for key in keys}) == 2:  # a single set, whose values are those over all sets
+            keys = [key for key in keys if key.count("/") == 1]
         for key in keys if len(all_rows) == 1 else [key for key in keys if key == OVERALL]:
             known = [(step, short(metrics[key])) for step, metrics in rows.evaluations if key in metrics]
             name, x, y = key.removeprefix("eval/"), [step for step, _ in known], [value for _, value in known]
             lines.append({"run": number, "name": name, "at": x, "y": y})
     return [{"title": "Held-out prompts passed", "unit": "share", "axis": "step", "lines": lines}] if lines else []
+
+
+def marks(record: RunRecord) -> list[dict[str, Any]]:
+    """The moments that may explain a jump in the run's curves, each with its step, seconds, kind and words."""
+    rows, topics = record.rows, record.facts.topics
+    found = [(mark.at, mark.kind, mark.text) for mark in (topics.marks if topics else ())]
+    for start in record.facts.starts:
+        # The start's first trainer is the reason of this restart: it is drawn once, with the words of the start.
+        own = next((mark for mark in found if mark[0] >= start.at and mark[1] == "restart"), None)
+        found = [mark for mark in found if mark is not own]
+        words = f"resumed from step {start.step}" + (f"; changed: {', '.join(start.changed)}" if start.changed else "")
+        found.append((own[0] if own else start.at, "settings" if start.changed else "resumed", words))
+    return [_mark(rows, *each) for each in sorted(found)[-MARKS:] if rows.steps]
+
+
+def _mark(rows: StepTable, at: float, kind: str, text: str) -> dict[str, Any]:
+    done = bisect_right(rows.times, at - rows.began)
+    step = rows.steps[done - 1] if done else rows.steps[0]
+    return {"step": step, "time": short(max(0.0, at - rows.began)), "kind": kind, "text": text}
 
 
 def _all_lines(curve: Curve, rows: StepTable) -> list[dict[str, Any]]:

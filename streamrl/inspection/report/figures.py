@@ -1,10 +1,10 @@
 """Computes the final figures of a run, in the same way for every run, so that runs can be compared."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from streamrl.inspection.report.record import RunRecord, StepTable, TopicDigest
-from streamrl.observability.run_state.aggregates import ENDS
+from streamrl.observability.run_state.aggregates import ENDS, end_windows, window_name
 from streamrl.observability.run_state.evaluations import OVERALL
 
 Kind = Literal["count", "share", "seconds", "rate", "value", "text"]
@@ -21,18 +21,57 @@ class Figure(NamedTuple):
     better: int = 0
 
 
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "Reward": ("reward_first", "reward_last", "reached_step", "reached_tokens", "reached_seconds"),
+    "Policy": ("kl", "entropy", "mean_length"),
+    "Speed": (
+        "steps", "train_seconds", "trajectories", "trajectories_per_s", "tokens", "tokens_per_s", "trainer_wait_share",
+        "workers_busy", "padding",
+    ),
+    "Stream": ("staleness_mean", "staleness_max", "lag_mean", "length_recall", "length_coverage", "length_factor"),
+    "Not trained": ("skipped", "skipped_share", "dead_letters", "restarts"),
+}  # fmt: skip
+"""The figures by their keys, as a page groups them; all others are of held-out prompts."""
+
+
+def shown(figure: Figure) -> str:
+    """A figure as text for people."""
+    value = figure.value
+    if not isinstance(value, int | float):
+        return str(value)
+    match figure.kind:
+        case "share":
+            return f"{value:.1%}"
+        case "seconds":
+            return seconds_shown(value)
+        case "count":
+            return f"{value:,.0f}"
+        case "rate":
+            return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+        case _:
+            return f"{value:.4g}"
+
+
+def seconds_shown(value: float) -> str:
+    """A time as text, in seconds, minutes or hours."""
+    if value < 120:
+        return f"{value:.1f} s"
+    minutes, seconds = divmod(round(value), 60)
+    return f"{minutes} min {seconds:02d} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
 def figures_of(record: RunRecord, level: float | None = None) -> list[Figure]:
     """Figures of a run; with ``level``, also when the reward reached it. Rates are over the sum of step times."""
     rows = record.rows
     # Over the time of steps rather than wall-clock: pauses between two starts of the trainer do not count.
     stepping, trained = rows.total("time/step"), rows.total("ledger/trained")
-    rewards = rows.known("reward")
+    first, last = end_windows(rows.known("reward"))
     staleness = _weighted(rows, "off_policy/mean")
     found = [
         *_evaluated(record),
         *_held_out(record),
-        Figure("reward_first", f"reward, first {ENDS} steps", _mean(rewards[:ENDS])),
-        Figure("reward_last", f"reward, last {ENDS} steps", _mean(rewards[-ENDS:]), better=1),
+        Figure("reward_first", f"reward, {window_name('first', len(first))}", _mean(first)),
+        Figure("reward_last", f"reward, {window_name('last', len(last))}", _mean(last), better=1),
         *_reaching(rows, level),
         Figure("steps", "optimizer steps", rows.steps[-1] if rows.steps else 0, "count"),
         Figure("train_seconds", "training, wall-clock", rows.seconds, "seconds"),
@@ -59,7 +98,7 @@ def figures_of(record: RunRecord, level: float | None = None) -> list[Figure]:
         Figure("padding", "padding waste", _mean(rows.known("padding/all")), "share", -1),
         Figure("lag_mean", "lag, mean (trajectories not finished)", _mean(rows.known("report/lag"))),
         *_gathered(record.facts.topics, rows),
-        *_endings(record),
+        *_endings(record, trained),
     ]
     return [figure for figure in found if figure.value is not None]
 
@@ -147,12 +186,14 @@ def _gathered(topics: TopicDigest | None, rows: StepTable) -> list[Figure]:
     ]
 
 
-def _endings(record: RunRecord) -> list[Figure]:
-    skipped = record.summary.get("skipped")
+def _endings(record: RunRecord, trained: float) -> list[Figure]:
+    skipped = _total(record.summary.get("skipped"))
+    share = None if skipped is None or not skipped + trained else skipped / (skipped + trained)
     restarts = record.summary.get("restarts")
     dead = record.rows.known("kafka/dead_letters")
     return [
-        Figure("skipped", "trajectories skipped", _total(skipped), "count", -1),
+        Figure("skipped", "trajectories skipped", skipped, "count", -1),
+        Figure("skipped_share", "share skipped", share, "share", -1),
         Figure("dead_letters", "dead letters", round(dead[-1]) if dead else None, "count", -1),
         Figure("restarts", "processes restarted", restarts if isinstance(restarts, int) else None, "count", -1),
     ]

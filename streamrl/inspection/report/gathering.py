@@ -15,18 +15,19 @@ import xxhash
 
 from streamrl.bus.history import Extent, History
 from streamrl.bus.port import Record
-from streamrl.inspection.report.record import LengthFacts, SampleText, TopicDigest, WorkerActivity
+from streamrl.inspection.report.record import LengthFacts, RunMark, SampleText, TopicDigest, WorkerActivity
 from streamrl.observability.run_state.aggregates import LengthCalibration, StalenessHistogram, TrajectoryFates
 from streamrl.observability.run_state.trajectory_summary import TrajectorySummary, summary_of
 from streamrl.producers.lengths.calibration import recall_of_longest
+from streamrl.schemas.control import Served
 from streamrl.schemas.errors import WireError
 from streamrl.schemas.identifiers import is_plain_name
 from streamrl.schemas.messages import Message
 from streamrl.schemas.reports import Heartbeat, StepReport
-from streamrl.schemas.topics import HEARTBEATS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
+from streamrl.schemas.topics import CONTROL, HEARTBEATS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
 from streamrl.schemas.trajectories import Trajectory, WorkOrder
 
-MOST = {TRAJECTORIES: 60_000, WORK_ORDERS: 20_000, STEPS: 2000, HEARTBEATS: 20_000}
+MOST = {TRAJECTORIES: 60_000, WORK_ORDERS: 20_000, STEPS: 2000, HEARTBEATS: 20_000, CONTROL: 2000}
 """Most records read from each topic, which takes some seconds for any run."""
 MOST_GROUPS = 4096
 """Most groups whose rewards are kept, to compare runs."""
@@ -57,13 +58,15 @@ async def gather_topics(
     # First and last are by the completion's end, not by its offset.
     summaries.sort(key=lambda summary: summary.finished_at)
     upper = await _upper_estimates(history, run)
+    staleness, restarts = await _steps(history, run, summaries)
     estimated = [Estimated(s.finished_at, s.predicted, s.length, upper.get(s.group_id)) for s in summaries]
     return TopicDigest(
         held=sum(extent.end - extent.first for extent in held),
         read=len(summaries),
         workers=await _workers(history, run, summaries, logs),
         lengths=length_facts(estimated),
-        staleness=await _staleness(history, run, summaries),
+        staleness=staleness,
+        marks=tuple(sorted([*restarts, *await _promotions(history, run)], key=lambda mark: mark.at)),
         rewards=rewards_by_group(summaries),
         first=await _samples(history, run, _one_a_group(summaries)),
         # Chosen from the end, then put back into the order of time.
@@ -129,17 +132,35 @@ async def _beats(history: History, run: str) -> dict[str, tuple[tuple[float, str
     return {worker: tuple(seen) for worker, seen in found.items()}
 
 
-async def _staleness(history: History, run: str, summaries: Sequence[TrajectorySummary]) -> dict[int, int]:
-    """Trained trajectories by the age of their oldest token, in optimizer steps."""
+async def _steps(
+    history: History, run: str, summaries: Sequence[TrajectorySummary]
+) -> tuple[dict[int, int], list[RunMark]]:
+    """Trained trajectories by the age of their oldest token in optimizer steps, and the marks of replaced trainers."""
     fates, ages = TrajectoryFates(kept=MOST[TRAJECTORIES]), StalenessHistogram(fade_every=None)
+    marks: list[RunMark] = []
+    first: int | None = None
     for summary in summaries:
         fates.arrived((summary.partition, summary.offset), summary.aged_from)
     async for message in _messages(history, run, STEPS):
         if isinstance(message, StepReport):
+            first = message.version.lineage if first is None else first
+            # The first report of a lineage has no groups. That of the run's first trainer replaces none.
+            if not message.group_ids and message.version.lineage > first:
+                by = "a restore" if message.undoes else "a new trainer"
+                marks.append(RunMark(at=message.sent_at, kind="restart", text=f"{by}, from step {message.step}"))
             positions = [(ref.partition, ref.offset) for ref in message.trained_refs]
             # Step n makes version n from version n - 1, from which ages are counted.
             ages.add(fates.trained(positions, message.step, message.version.number - 1))
-    return {age: round(count) for age, count in sorted(ages.counts.items())}
+    return {age: round(count) for age, count in sorted(ages.counts.items())}, marks
+
+
+async def _promotions(history: History, run: str) -> list[RunMark]:
+    """The last promotion: the topic is compacted, so it has no earlier ones."""
+    return [
+        RunMark(at=message.sent_at, kind="promotion", text=f"{message.policy} is served")
+        async for message in _messages(history, run, CONTROL)
+        if isinstance(message, Served)
+    ]
 
 
 def rewards_by_group(summaries: Sequence[TrajectorySummary]) -> dict[str, tuple[float, float]]:

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import jinja2
 
 from streamrl.inspection.charts.assets import embedded_script, embedded_style
-from streamrl.inspection.report.charts import WORKERS, axes, curves, order_over_time, shares, timeline
-from streamrl.inspection.report.figures import Figure, Value, common_level, figures_of
+from streamrl.inspection.report.charts import WORKERS, axes, curves, marks, order_over_time, shares, timeline
+from streamrl.inspection.report.figures import GROUPS, Figure, Value, common_level, figures_of, shown
+from streamrl.inspection.report.headline import MOST_CHANGES, changed_settings, headline_of, setup_of, tiles_of
 from streamrl.inspection.report.pairing import paired_differences, shown_p
 from streamrl.inspection.report.record import RunRecord
 from streamrl.observability.run_state.aggregates import ENDS
 from streamrl.settings.differences import ABSENT, PER_RUN_SETTINGS, differing, value_text
-
-"""Settings that differ between any two runs and mean nothing."""
 
 
 class FigureRow(NamedTuple):
@@ -63,32 +62,6 @@ def _best(values: Sequence[Value], better: int) -> tuple[bool, ...]:
     return tuple(value == best for value in values)
 
 
-def shown(figure: Figure) -> str:
-    """A figure as text for people."""
-    value = figure.value
-    if not isinstance(value, int | float):
-        return str(value)
-    match figure.kind:
-        case "share":
-            return f"{value:.1%}"
-        case "seconds":
-            return seconds_shown(value)
-        case "count":
-            return f"{value:,.0f}"
-        case "rate":
-            return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-        case _:
-            return f"{value:.4g}"
-
-
-def seconds_shown(value: float) -> str:
-    """A time as text, in seconds, minutes or hours."""
-    if value < 120:
-        return f"{value:.1f} s"
-    minutes, seconds = divmod(round(value), 60)
-    return f"{minutes} min {seconds:02d} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
 def differing_settings(records: Sequence[RunRecord]) -> list[tuple[str, tuple[str, ...]]]:
     """Keys whose values differ between the runs that have settings, in the order of the files."""
     return differing([record.settings for record in records], ignored=PER_RUN_SETTINGS)
@@ -121,10 +94,7 @@ def side_by_side(evaluated: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[d
 
 PARTS = Path(__file__).parent / "page"
 SCRIPTS = ("timeline.js", "main.js")
-CARDS = (
-    "reward_first", "reward_last", "steps", "train_seconds", "trajectories_per_s", "tokens_per_s", "staleness_mean",
-    "trainer_wait_share", "workers_busy", "length_recall",
-)  # fmt: skip
+HELD_OUT = "Held out"
 
 
 def write_page(path: Path, records: Sequence[RunRecord], level: float | None = None) -> None:
@@ -166,6 +136,7 @@ def _shared(records: Sequence[RunRecord]) -> dict[str, Any]:
         "staleness": ages,
         "lengths": lengths,
         "order": order_over_time(records),
+        "marks": [{"run": number, **mark} for number, record in enumerate(records) for mark in marks(record)],
     }
     # Runs of different lengths have different strides. A stride of 1 needs no note.
     strides = sorted({each["stride"] for each in data["runs"]} - {1})
@@ -173,6 +144,7 @@ def _shared(records: Sequence[RunRecord]) -> dict[str, Any]:
         "data": _embedded(data),
         "names": [record.name for record in records],
         "has_curves": bool(data["curves"]),
+        "marks": data["marks"],
         "curve_note": "".join(f"a point is the mean of {stride} steps; " for stride in strides).removesuffix("; "),
         "has_timeline": any(each["lanes"] for each in timelines),
         "has_shares": any(each["bars"] for each in bars),
@@ -185,21 +157,30 @@ def _shared(records: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def _single(record: RunRecord) -> dict[str, Any]:
-    figures = figures_of(record)
-    rows = figure_rows([figures])
-    # Also held-out results, whose keys are named by the evaluation and end with the moment.
-    wanted = [row for row in rows if row.key in CARDS or row.key.endswith(("_before", "_after"))]
     topics = record.facts.topics
     samples = {"first": topics.first, "last": topics.last} if topics else {}
     return {
         "title": record.title,
         "subtitle": _subtitle(record),
-        "cards": wanted,
-        "figures": rows,
+        "headline": headline_of(record),
+        "tiles": tiles_of(record),
+        "setup": setup_of(record),
+        "changed": changed_settings(record),
+        "most_changes": MOST_CHANGES,
+        "figures": _grouped(figure_rows([figures_of(record)])),
         "evaluated": side_by_side(record.facts.evaluated),
         "samples": {moment: rows for moment, rows in samples.items() if rows},
         "environment": record.facts.environment,
     }
+
+
+def _grouped(rows: Sequence[FigureRow]) -> dict[str, list[FigureRow]]:
+    """The rows by group, in the order of the groups; without empty groups."""
+    group_of = {key: name for name, keys in GROUPS.items() for key in keys}
+    found: dict[str, list[FigureRow]] = {name: [] for name in (HELD_OUT, *GROUPS)}
+    for row in rows:
+        found[group_of.get(row.key, HELD_OUT)].append(row)
+    return {name: of_group for name, of_group in found.items() if of_group}
 
 
 def _compared(records: Sequence[RunRecord], level: float | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
@@ -75,6 +75,24 @@ class SampleText(_Part):
     worker: str
 
 
+class RunMark(_Part):
+    """A moment that may explain a jump in a curve: the trainer was replaced, or another policy is served."""
+
+    at: float
+    kind: Literal["restart", "promotion"]
+    text: str
+
+
+class RunStart(_Part):
+    """A start of `streamrl run` that continued from a checkpoint; ``changed``: settings that differ from the last
+    start's.
+    """
+
+    at: float
+    step: int
+    changed: tuple[str, ...] = ()
+
+
 class TopicDigest(_Part):
     """A summary of a run's topics. Of ``held`` trajectories on the topic, the newest ``read`` were read.
 
@@ -88,18 +106,20 @@ class TopicDigest(_Part):
     workers: dict[str, WorkerActivity] = {}
     lengths: LengthFacts | None = None
     staleness: dict[int, int] = {}
+    marks: tuple[RunMark, ...] = ()
     rewards: dict[str, tuple[float, float]] = {}
     first: tuple[SampleText, ...] = ()
     last: tuple[SampleText, ...] = ()
 
 
 class RunFacts(_Part):
-    """Data gathered at a run's end. ``evaluated``: held-out samples by moment (before, after). ``topics`` None: they
-    were not read.
+    """Data gathered at a run's end. ``evaluated``: held-out samples by moment (before, after). ``starts``: those that
+    continued the run and reached an end. ``topics`` None: they were not read.
     """
 
     environment: dict[str, str] = {}
     evaluated: dict[str, tuple[dict[str, JsonValue], ...]] = {}
+    starts: tuple[RunStart, ...] = ()
     topics: TopicDigest | None = None
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.inspection.audit.report import AuditReport
-from streamrl.observability.run_state.aggregates import ENDS
+from streamrl.observability.run_state.aggregates import ENDS, window_name
 from streamrl.observability.run_state.state import RunState
 from streamrl.schemas.reports import SkipReason
 
@@ -25,25 +25,27 @@ def build_summary(
     before: Mapping[str, float],
     after: Mapping[str, float],
     restarts: int,
+    held_out_prompts: int | None = None,
     audit: AuditReport | None = None,
 ) -> Summary:
     """Figures of a run over all its starts. Only ``run_seconds`` is of this start, from its processes' start to end.
 
     ``resumed_from``: the step of the checkpoint that this start resumed from; 0 for none. ``step_seconds``: the sum of
     the optimizer steps, which rates are over. ``tokens_per_s``: of trained completions. Rewards are means of the first
-    and last five steps. ``staleness_*``: in optimizer steps, the mean over trained trajectories, each by its oldest
-    span. ``trainer_wait_share``: share of step time spent waiting for a batch. ``skipped``: trajectories by reason;
-    ``skip_causes``: skips that may need action, by common cause, with an example. ``evaluation``: results on held-out
-    prompts, at the first and last weights that were evaluated. ``audit``: the verdict of the audit at the end, if there
-    was one.
+    and last ``reward_steps`` steps, at most five; they share no step. ``staleness_*``: in optimizer steps, the mean
+    over trained trajectories, each by its oldest span. ``trainer_wait_share``: share of step time spent waiting for a
+    batch. ``skipped``: trajectories by reason; ``skip_causes``: skips that may need action, by common cause, with an
+    example. ``evaluation``: results on held-out prompts, at the first and last weights that were evaluated.
+    ``held_out_prompts``: of ``evaluation.function``. ``audit``: the verdict of the audit at the end, if there was one.
     """
     sums, newest = state.learning.steps.sums(), state.learning.steps.newest
-    rewards = [reward for _, reward in state.learning.steps.first_rewards], state.learning.steps.last_rewards()
+    first, last = state.learning.steps.reward_windows()
     return {
         "engine": engine,
         "seed": seed,
         **{f"{name}_before": value for name, value in before.items()},
         **{f"{name}_after": value for name, value in after.items()},
+        **({} if held_out_prompts is None else {"held_out_prompts": held_out_prompts}),
         "run_seconds": round(run_seconds, 2),
         "step_seconds": round(sums.step_s, 2),
         "resumed_from": resumed_from,
@@ -54,8 +56,9 @@ def build_summary(
         "staleness_mean": round(_ratio(sums.staleness, sums.trajectories), 3),
         "staleness_max": sums.staleness_max,
         "trainer_wait_share": round(_ratio(sums.wait_s, sums.step_s), 3),
-        "reward_first": _mean(rewards[0]),
-        "reward_last": _mean(rewards[1]),
+        "reward_first": _mean(first),
+        "reward_last": _mean(last),
+        "reward_steps": len(last),
         **({"evaluation": _evaluation(state)} if state.learning.evaluations.rows else {}),
         "skipped": state.skipped,
         "skip_causes": {
@@ -103,24 +106,34 @@ def summary_lines(summary: Summary) -> list[str]:
         before, after = summary[f"{name}_before"], summary.get(f"{name}_after")
         gain = "" if after is None else f" → {after:.3f} after ({after - before:+.3f})"
         lines.append(f"{name.replace('_', ' ')}: {before:.3f} before{gain}")
-    first, last = summary["reward_first"], summary["reward_last"]
-    if first is not None and last is not None:
-        lines.append(f"reward: {first:.3f} → {last:.3f} (first and last {ENDS} steps)")
+    lines += _reward_lines(summary)
     if (evaluated := summary.get("evaluation")) is not None:
         first, last = evaluated["first"], evaluated["last"]
         for name in (name for name in last if name.startswith("eval/pass@")):
-            steps = f"held out, steps {first['step']} and {last['step']}"
-            lines.append(f"{name.removeprefix('eval/')}: {first.get(name, 0.0):.3f} → {last[name]:.3f} ({steps})")
+            values, steps = f"{last[name]:.3f}", f"step {last['step']}"
+            if first["step"] != last["step"]:
+                values = f"{first.get(name, 0.0):.3f} → {values}"
+                steps = f"steps {first['step']} and {last['step']}"
+            lines.append(f"{name.removeprefix('eval/')}: {values} (held out, {steps})")
     rates = f"{summary['trajectories_per_s']:.0f} trajectories/s, {summary['tokens_per_s']:.0f} completion tokens/s"
     return [
         *lines,
         _taken(summary),
-        f"{rates} once running ({summary['step_seconds']:.1f} s of optimizer steps)",
+        f"{rates}, start-up excluded ({summary['step_seconds']:.1f} s of optimizer steps)",
         f"staleness {summary['staleness_mean']:.2f} mean, {summary['staleness_max']:.0f} max (optimizer steps)",
         f"trainer waited for trajectories {summary['trainer_wait_share']:.0%} of its time",
         *_skip_lines(summary),
         *_verdict(summary.get("audit")),
     ]
+
+
+def _reward_lines(summary: Summary) -> list[str]:
+    first, last = summary["reward_first"], summary["reward_last"]
+    if last is None:
+        return []
+    # A summary of an older release has no number of steps.
+    windows = f"first and {window_name('last', summary.get('reward_steps', ENDS))}"
+    return [f"reward: {last:.3f} (one step)" if first is None else f"reward: {first:.3f} → {last:.3f} ({windows})"]
 
 
 def _skip_lines(summary: Summary) -> list[str]:

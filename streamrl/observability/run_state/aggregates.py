@@ -19,7 +19,7 @@ NO_VERSION = PolicyVersion(0, 0)
 KEPT_STEPS = 2000
 """Number of steps kept whole, some megabytes. A resumed trainer hardly ever falls back further than that."""
 ENDS = 5
-"""Number of steps whose mean reward stands for a run's start, and for its end: a single step is noisy."""
+"""Most steps whose mean reward stands for a run's start, and for its end: a single step is noisy."""
 RATE_STEPS = 10
 LAG_PREFIX = "kafka/lag/bucket_"
 """Prefix of a step's metrics that count the unfinished records of a length bucket."""
@@ -110,10 +110,11 @@ class StepHistory:
             total = total.plus(entry)
         return total
 
-    def last_rewards(self) -> list[float]:
-        """The mean rewards of the newest steps that have one, at most ``ENDS``."""
-        rewards = [entry.metrics["reward"] for entry in self.entries if "reward" in entry.metrics]
-        return rewards[-ENDS:]
+    def reward_windows(self) -> "tuple[Sequence[float], Sequence[float]]":
+        """The mean rewards of the steps at the run's start and at its end; see ``end_windows``."""
+        known = {entry.step: entry.metrics["reward"] for entry in self.entries if "reward" in entry.metrics}
+        # The first steps of a long run are not among the entries any more.
+        return end_windows([*(dict(self.first_rewards) | known).values()])
 
     def pace(self, now: float | None = None) -> "StepPace":
         """The pace of the last ten steps, up to the newest. With ``now``, the time that a step is overdue counts too.
@@ -131,6 +132,20 @@ class StepHistory:
         if elapsed <= 0:
             return StepPace(0.0, 0.0)
         return StepPace(steps / elapsed, sum(entry.trajectories for entry in entries[1:]) / elapsed)
+
+
+def end_windows(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    """The first and the last values, at most ``ENDS`` each; the two never share a value.
+
+    Of a single value there is only the last.
+    """
+    size = min(ENDS, len(values) // 2)
+    return values[:size], values[-max(1, size) :]
+
+
+def window_name(which: str, steps: int) -> str:
+    """A window of steps in words; ``which``: first or last."""
+    return f"{which} {steps} steps" if steps != 1 else f"{which} step"
 
 
 class StepPace(NamedTuple):

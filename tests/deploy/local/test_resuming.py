@@ -14,7 +14,14 @@ from streamrl.cli.app import app
 from streamrl.consumers.training.checkpoints import storage
 from streamrl.consumers.training.checkpoints.storage import open_storage
 from streamrl.consumers.training.checkpoints.store import CheckpointStore
-from streamrl.deploy.local.resuming import complete_line, final_model, is_complete, resumed_step, resuming_line
+from streamrl.deploy.local.resuming import (
+    changed_since,
+    complete_line,
+    final_model,
+    is_complete,
+    resumed_step,
+    resuming_line,
+)
 from streamrl.deploy.local.run import run_locally
 from streamrl.deploy.wiring.trainer import build_leading
 from streamrl.observability.role_context import ProcessContext
@@ -121,18 +128,21 @@ def test_the_newest_lineage_comes_first_and_other_runs_checkpoints_do_not_count(
 def test_a_run_that_goes_on_names_a_handful_of_changed_settings(tmp_path: Path) -> None:
     kept = tmp_path / "config.resolved.toml"
     settings = settings_of(tmp_path, loop={"num_generations": 4})
-    assert resuming_line(settings, kept, 60) == "continuing from step 60"
+    assert changed_since(kept, settings) == []
     kept.write_text(as_toml(settings_of(tmp_path, loop={"num_generations": 8})))
-    assert resuming_line(settings, kept, 60) == "continuing from step 60; changed: loop.num_generations 8 → 4"
+    changes = changed_since(kept, settings)
+    assert changes == ["loop.num_generations 8 → 4"]
+    assert resuming_line(60, changes) == "continuing from step 60; changed: loop.num_generations 8 → 4"
     kept.write_text(as_toml(settings))
-    assert resuming_line(settings, kept, 60) == "continuing from step 60"
+    assert changed_since(kept, settings) == []
+    assert resuming_line(60, []) == "continuing from step 60"
     run = {"name": "r", "directory": str(tmp_path / "elsewhere"), "workers": 1, "seed": 7, "max_restarts": 1}
     more = {"num_generations": 4, "groups_per_step": 3, "top_k": 3}
-    line = resuming_line(settings_of(tmp_path, max_steps=200, run=run, loop=more), kept, 60)
+    line = resuming_line(60, changed_since(kept, settings_of(tmp_path, max_steps=200, run=run, loop=more)))
     assert line.count("→") == 5
     assert line.endswith(" and 1 more")
     kept.write_text("= not TOML")
-    assert resuming_line(settings, kept, 60) == "continuing from step 60"
+    assert changed_since(kept, settings) == []
 
 
 def test_the_evaluation_after_is_of_the_newest_lineage_wherever_checkpoints_are_kept(tmp_path: Path) -> None:

@@ -27,8 +27,18 @@ def test_the_rates_are_those_of_the_seconds_beside_them() -> None:
     assert summary_lines(summary)[1:4] == [
         "reward: 3.000 → 18.000 (first and last 5 steps)",
         "20 steps in 20 s, start and end included; 1280 trajectories trained",
-        "128 trajectories/s, 1280 completion tokens/s once running (10.0 s of optimizer steps)",
+        "128 trajectories/s, 1280 completion tokens/s, start-up excluded (10.0 s of optimizer steps)",
     ]
+
+
+def test_a_short_run_tells_no_window_twice() -> None:
+    assert "reward: 1.500 → 3.500 (first and last 2 steps)" in summary_lines(summed(4))
+    assert "reward: 1.000 (one step)" in summary_lines(summed(1))
+    evaluated = {step: {"step": step, "eval/pass@1": 0.5} for step in (0, 4)}
+    one = summed(4) | {"evaluation": {"versions": 1, "first": evaluated[0], "last": evaluated[0]}}
+    assert "pass@1: 0.500 (held out, step 0)" in summary_lines(one)
+    two = summed(4) | {"evaluation": {"versions": 2, "first": evaluated[0], "last": evaluated[4]}}
+    assert "pass@1: 0.500 → 0.500 (held out, steps 0 and 4)" in summary_lines(two)
 
 
 def test_a_run_that_went_on_claims_only_the_steps_of_this_start() -> None:

@@ -1,4 +1,4 @@
-from streamrl.observability.run_state.aggregates import KEPT_STEPS
+from streamrl.observability.run_state.aggregates import KEPT_STEPS, end_windows
 from streamrl.observability.run_state.state import RunState, lag_by_bucket
 from streamrl.schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
 from tests.coordinator.factories import heartbeat
@@ -83,7 +83,17 @@ def test_sums_are_over_all_steps_that_were_not_undone() -> None:
     assert [reward for _, reward in state.learning.steps.first_rewards] == [1.0, 2.0, 3.0, 4.0, 5.0]
     state.observe_message(report(2, KEPT_STEPS + 1, reward=-1.0))
     assert state.learning.steps.sums().trajectories == 2 * (KEPT_STEPS + 1)
-    assert state.learning.steps.last_rewards()[-2:] == [float(KEPT_STEPS), -1.0]
+    first, last = state.learning.steps.reward_windows()
+    assert first == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert last[-2:] == [float(KEPT_STEPS), -1.0]
+
+
+def test_the_windows_of_first_and_last_rewards_share_no_step() -> None:
+    assert end_windows([]) == ([], [])
+    assert end_windows([1.0]) == ([], [1.0])
+    assert end_windows([1.0, 2.0, 3.0]) == ([1.0], [3.0])
+    assert end_windows([float(n) for n in range(9)]) == ([0.0, 1.0, 2.0, 3.0], [5.0, 6.0, 7.0, 8.0])
+    assert [len(each) for each in end_windows([0.0] * 40)] == [5, 5]
 
 
 def test_a_trainer_that_falls_back_to_its_beginning_takes_its_first_rewards_back() -> None:

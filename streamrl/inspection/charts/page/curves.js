@@ -1,6 +1,6 @@
 // Lines over steps or over time, with gaps where values are missing, and the values under the cursor.
 import { colour } from "./elements.js";
-import { axis, moments, plot, TIMES, WHOLE } from "./plot.js";
+import { axis, moments, paint, plot, TIMES, WHOLE } from "./plot.js";
 import { short, span } from "./words.js";
 
 const AXES = {
@@ -11,11 +11,13 @@ const AXES = {
 /**
  * Draw lines into a box. Returns a function that draws other points of the same lines.
  * A line has `name`, `hue`, `x`, `y` and may have `smooth` (drawn boldly over `y`), `dash`, `width`, `filled`, `ends` (in a dot).
+ * `marks`: vertical lines, each [x, hue].
  */
-export function curves(box, lines, { label, height, over }) {
+export function curves(box, lines, { label, height, over, marks = [] }) {
   const { incrs, values, named } = AXES[over];
   const options = {
     label, height, named: true,
+    hooks: { draw: [(chart) => rule(chart, marks)] },
     scales: { x: { time: false }, y: { range: (_chart, low, high) => roomy(low, high) } },
     axes: [axis({ incrs, values, grid: { show: false } }), axis({ size: 46, values: (_chart, ticks) => ticks.map(short) })],
     series: [{ class: "at", value: (_chart, at) => (at === null ? "" : named(at)) }, ...lines.flatMap((line) => (line.smooth ? [pale(line), bold(line)] : [bold(line)]))],
@@ -28,6 +30,18 @@ export function curves(box, lines, { label, height, over }) {
 function roomy(low, high) {
   const margin = (high - low || Math.abs(high) || 1) * 0.06;
   return [low >= 0 && low <= high * 0.5 ? 0 : low - margin, high + margin];
+}
+
+/** Draw the vertical lines of the marks that the horizontal axis reaches. */
+function rule(chart, marks) {
+  const { top, height } = chart.bbox, { min, max } = chart.scales.x, up = (pixels) => pixels / uPlot.pxRatio;
+  paint(chart, (g, across) => {
+    g.setLineDash([4, 3]); g.lineWidth = 1.5;
+    for (const [at, hue] of marks.filter(([at]) => at >= min && at <= max)) {
+      g.strokeStyle = colour(hue);
+      g.beginPath(); g.moveTo(across(at), up(top)); g.lineTo(across(at), up(top + height)); g.stroke();
+    }
+  });
 }
 
 const points = (lines) => uPlot.join(lines.map((line) => (line.smooth ? [line.x, line.y, line.smooth] : [line.x, line.y])));

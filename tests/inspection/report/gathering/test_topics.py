@@ -6,9 +6,13 @@ from streamrl.bus.history import BusHistory
 from streamrl.bus.memory import MemoryBus
 from streamrl.inspection.report import gathering as topics
 from streamrl.inspection.report.gathering import SAMPLES, gather_topics
-from streamrl.schemas.identifiers import group_id_of
-from streamrl.schemas.topics import TRAJECTORIES
+from streamrl.schemas.control import Served
+from streamrl.schemas.identifiers import PolicyVersion, group_id_of
+from streamrl.schemas.reports import StepReport
+from streamrl.schemas.topics import CONTROL, STEPS, TRAJECTORIES
 from tests.inspection.report.recorded import BEGIN, Recorded, record_run
+from tests.observability.run_state.made_up_run import Happening
+from tests.observability.run_state.writing import append
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +58,27 @@ async def test_without_log_files_heartbeats_tell_of_adoptions(recorded: Recorded
         exact = {version: at for at, version in by_logs.workers[worker].adopted}
         assert activity.adopted
         assert all(exact[version] - 0.01 <= at < exact[version] + 3 for at, version in activity.adopted[1:])
+
+
+async def test_replaced_trainers_and_the_promoted_policy_are_marks(tmp_path: Path) -> None:
+    recorded = record_run(tmp_path / "trial")
+    first = next(iter(recorded.bus.log(f"{recorded.name}.{STEPS.name}").partitions[0])).message()
+    assert isinstance(first, StepReport)
+    for lineage, step, undoes in ((2, 7, 0), (3, 4, 2)):
+        start = first.replace(
+            version=PolicyVersion(lineage, step), step=step, sent_at=BEGIN + 10 * lineage, group_ids=(),
+            micro_batches=(), parent=PolicyVersion(1, step), undoes=undoes,
+        )  # fmt: skip
+        append(recorded.bus, recorded.name, Happening(start.sent_at, STEPS, "grpo", 0, start))
+    served = Served(sequence=1, sent_at=BEGIN + 25, policy="rloo", since=PolicyVersion(2, 9))
+    append(recorded.bus, recorded.name, Happening(served.sent_at, CONTROL, "served", 0, served))
+    found = await gather_topics(recorded.history, recorded.name, recorded.directory.logs, {})
+    assert found is not None
+    assert [(mark.at - BEGIN, mark.kind, mark.text) for mark in found.marks] == [
+        (20.0, "restart", "a new trainer, from step 7"),
+        (25.0, "promotion", "rloo is served"),
+        (30.0, "restart", "a restore, from step 4"),
+    ]
 
 
 async def test_a_fixed_number_of_records_is_read(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
