@@ -31,6 +31,8 @@ from streamrl.settings.run_directory import RunDirectory
 LEAVING_S = 5.0
 """Seconds that the view has to restore the terminal after SIGTERM, before it is killed."""
 LINE_EVERY_S = 3.0
+LINE = 120
+"""Most characters of a line: as wide as terminals and viewers of logs usually are."""
 REFRESH_S = 0.5
 LOG = "run.log"
 INTERRUPTED = 130
@@ -114,29 +116,37 @@ def _text(value: Value, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _step_text(figures: Mapping[str, Value], max_steps: int) -> str:
-    left = figures["time_left_s"]
-    return f"step {figures['step']}/{max_steps}" + (f"  {span_text(left)} left" if left else "")
+def _learning(state: RunState, figures: Mapping[str, Value], max_steps: int) -> list[str]:
+    """Step, and how well the policy does: reward and loss of that step, and the newest result on held-out prompts."""
+    parts = [f"step {figures['step']}/{max_steps}", f"reward {_text(figures['reward'], 3)}"]
+    if (loss := state.metrics.get("loss")) is not None:
+        parts.append(f"loss {loss:.3g}")
+    if (passed := figures["pass_at_1"]) is not None:
+        parts.append(f"pass@1 {_text(passed, 3)} (step {state.learning.evaluations.rows[-1][0].number})")
+    return parts
 
 
 def plain_line(state: RunState, max_steps: int, now: float, since: float = 0.0) -> str:
-    """A line with step, reward, throughput, staleness, lag per bucket and version per worker.
+    """A line of at most ``LINE`` characters: step, reward, loss, held-out result, rate and, as far as there is room,
+    time left, staleness, lag and workers. A warning has a line of its own.
 
     ``since``: time of the run's start. Until its trainer reports, the topics tell only of earlier starts.
     """
     if (before := _resuming(state, since)) is not None:
         return before
-    figures, workers = live_figures(state, now), state.living_workers(now)
-    lag = " ".join(f"b{bucket}:{count}" for bucket, count in state.lag.items()) or "-"
-    held = " ".join(f"{beat.worker_id}@{beat.weights}" for beat in workers) or (
-        "gone" if state.progress.step else "none yet"
-    )
-    return plain_text(
-        f"{_step_text(figures, max_steps)}  reward {_text(figures['reward'], 3)}  "
-        f"{_text(figures['trajectories_per_s'], 0)} traj/s  sampling {figures['sampled_tokens_per_s']} tok/s  "
-        f"staleness {_text(figures['staleness_mean'], 1)} (max {_text(figures['staleness_max'], 0)})  "
-        f"lag {lag}  workers {held}{_warning(state, now)}"
-    )
+    figures = live_figures(state, now)
+    left = figures["time_left_s"]
+    parts = [
+        *_learning(state, figures, max_steps),
+        f"{_text(figures['trajectories_per_s'], 0)} traj/s",
+        *([f"{span_text(left)} left"] if left else []),
+        f"staleness {_text(figures['staleness_mean'], 1)}",
+        f"lag {figures['lag']}",
+        f"{figures['workers']} {'worker' if figures['workers'] == 1 else 'workers'}",
+    ]
+    while len("  ".join(parts)) > LINE:
+        parts.pop()
+    return "\n".join([plain_text("  ".join(parts)), *_warning(state, now)])
 
 
 def _resuming(state: RunState, since: float) -> str | None:
@@ -146,9 +156,10 @@ def _resuming(state: RunState, since: float) -> str | None:
     return f"resuming: the last start ended after step {state.progress.step}; its trainer restores a checkpoint"
 
 
-def _warning(state: RunState, now: float) -> str:
+def _warning(state: RunState, now: float) -> list[str]:
+    """The line of the warning, if there is one."""
     warning = state.warning(now)
-    return "" if warning is None else f"  {warning}"
+    return [] if warning is None else [plain_text(f"warning: {warning}")]
 
 
 def live_view(
@@ -158,11 +169,14 @@ def live_view(
     if (before := _resuming(state, since)) is not None:
         return Text(before, style="bold")
     figures = live_figures(state, now)
+    step, *learned = _learning(state, figures, max_steps)
+    left = figures["time_left_s"]
     head = Text.assemble(
-        (f"{_step_text(figures, max_steps)}  ", "bold"),
-        (f"reward {_text(figures['reward'], 3)}  ", "bold green"),
-        f"{_text(figures['trajectories_per_s'], 0)} trajectories/s  ",
-        f"staleness {_text(figures['staleness_mean'], 1)} mean, {_text(figures['staleness_max'], 0)} max  ",
+        (f"{step}  ", "bold"),
+        ("  ".join(learned) + "  ", "bold green"),
+        f"{_text(figures['trajectories_per_s'], 0)} traj/s  ",
+        f"{span_text(left)} left  " if left else "",
+        f"staleness {_text(figures['staleness_mean'], 1)}, max {_text(figures['staleness_max'], 0)}  ",
         "  ".join(f"{name} restarted ×{count}" for name, count in restarts.items()),
     )
     table = Table(expand=False)
@@ -177,8 +191,8 @@ def live_view(
         )
         table.add_row(Text(plain_text(beat.worker_id)), beat.state.value, *cells)
     lag = "  ".join(f"bucket {bucket}: {count}" for bucket, count in state.lag.items())
-    warning = Text(plain_text(_warning(state, now)).strip(), style="bold red")
-    return Group(head, table, Text(f"lag  {lag or '-'}", style="dim"), *([warning] if warning else []))
+    warnings = [Text(line, style="bold red") for line in _warning(state, now)]
+    return Group(head, table, Text(f"lag  {lag or '-'}", style="dim"), *warnings)
 
 
 async def show_progress(
