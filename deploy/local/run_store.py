@@ -11,7 +11,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,8 @@ LAST_BYTES = 1 << 16
 class StoredRun:
     """A run on this disk. ``state``: running, finished, stopped, or empty before its first step.
 
-    ``size``: bytes; ``at``: Unix time of the last step, or of the start without one.
+    ``reward``: the mean of step ``step``; ``size``: bytes; ``at``: Unix time of the last step, or of the start without
+    one.
     """
 
     name: str
@@ -73,8 +75,8 @@ def list_runs(root: Path, *, as_json: bool) -> int:
         print(f"no runs in {root}/")
         return 0
     table = Table(box=None, pad_edge=False)
-    for name in ("run", "state", "step", "reward", "size", "last step"):
-        table.add_column(name, justify="right" if name in ("step", "reward", "size") else "left", overflow="fold")
+    for name in ("run", "state", "step", "its reward", "size", "last step"):
+        table.add_column(name, justify="right" if name in ("step", "its reward", "size") else "left", overflow="fold")
     for run in runs:
         reward = "-" if run.reward is None else f"{run.reward:.3f}"
         at = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.at))
@@ -160,20 +162,28 @@ def _parts(run: _Chosen, *, keep_results: bool) -> list[Path]:
 
 def _stored_run(directory: RunDirectory) -> StoredRun:
     summary, newest = _object(directory.summary), _last_step(directory.metrics)
-    step, wanted = int(newest.get("step", 0)), _number(newest.get("progress/max_steps"))
-    if own_broker(directory) is not None:
+    step, wanted = int(newest.get("step", 0)), _planned_steps(directory, newest)
+    # The summary of an earlier start does not cover the steps since, and a start with more steps has other settings.
+    if summary.get("steps") == step and wanted is not None and step >= wanted:
+        state = "finished"  # also if a broker was started again, to look at the topics
+    elif own_broker(directory) is not None:
         state = "running"
-    elif not newest:
-        state = "empty"
     else:
-        # The summary of an earlier start does not cover the steps since.
-        is_over = summary.get("steps") == step and wanted is not None and step >= wanted
-        state = "finished" if is_over else "stopped"
+        state = "stopped" if newest else "empty"
     with suppress(OSError):
-        at = directory.metrics.stat().st_mtime if newest else directory.config.stat().st_mtime
+        at = _number(newest.get("time")) or directory.config.stat().st_mtime
         reward = _number(newest.get("reward"))
         return StoredRun(directory.path.name, directory, state, step, reward, bytes_on_disk(directory.path), at)
     return StoredRun(directory.path.name, directory, state, step, None, 0, 0.0)
+
+
+def _planned_steps(directory: RunDirectory, newest: Mapping[str, Any]) -> float | None:
+    """The steps that the last start wanted to reach; without its settings, those that the last step names."""
+    try:
+        wanted = _number(tomllib.loads(directory.config.read_text())["training"]["max_steps"])
+    except (OSError, ValueError, LookupError, TypeError):
+        wanted = None
+    return _number(newest.get("progress/max_steps")) if wanted is None else wanted
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from streamrl.deploy.wiring.process import configure_logging
 from streamrl.inspection.dead_letters import moment
 from streamrl.inspection.diagnostics.connect import RunConnection, connect
 from streamrl.inspection.source import RUNS, directory_of
+from streamrl.observability.run_state.feed import ends_by_bucket
 from streamrl.observability.run_state.trajectory_summary import summary_of
 from streamrl.policies.role_instance_trainer import RECENT, SILENT_AFTER_S, NameHolder, keep_trainer_alive
 from streamrl.policies.role_run_part import standing
@@ -33,6 +34,7 @@ from streamrl.schemas.control import InstanceState, OperatorAction, PolicySplit,
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.identifiers import INSTANCES, SERVED_POLICY, scope_of
 from streamrl.schemas.reports import StepReport, TrainerBeat
+from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import CONTROL, HEARTBEATS, STEPS, TRAJECTORIES
 from streamrl.settings.layers import Tree, from_toml, merged
 from streamrl.settings.loading import as_toml, load_settings
@@ -213,10 +215,10 @@ class InstanceStatus:
     """The status of one instance.
 
     ``mode``: the mode that an operator set last. ``alive``: whether its last heartbeat is recent. ``version`` and
-    ``step`` are of its newest weights; ``reward``, ``age`` (in served versions) and ``lag`` of its last step. They are
-    None before its first step. ``share``: its share of the groups; ``workers``: number of its workers, while the served
-    policy has all others. ``sampled`` and ``sampled_reward``: how many of the newest trajectories its weights sampled,
-    and their mean reward. These four are None without a split.
+    ``step`` are of its newest weights; ``reward`` and ``age`` (in served versions) of its last step. They are None
+    before its first step. ``lag``: trajectories that it has not finished by now. ``share``: its share of the groups;
+    ``workers``: number of its workers, while the served policy has all others. ``sampled`` and ``sampled_reward``: how
+    many of the newest trajectories its weights sampled, and their mean reward. These four are None without a split.
     """
 
     name: str
@@ -266,10 +268,12 @@ async def instances_on(history: BusHistory, run: str, reward_weights: Mapping[st
                 pass
             case PolicySplit() as split:
                 pass
-    own = await _status(history, run, SERVED_POLICY, None, served)
+    extents = await history.extents(TRAJECTORIES.full_name(run))
+    ends = ends_by_bucket({tp: held.end for tp, held in extents.items()}, LoopSettings.shards)
+    own = await _status(history, run, SERVED_POLICY, None, served, ends)
     if weights is not None and own.version is None and served == SERVED_POLICY:
         own = InstanceStatus(SERVED_POLICY, "", "run", True, False, str(weights.version), weights.step)
-    found = [own] + [await _status(history, run, name, attached[name], served) for name in sorted(attached)]
+    found = [own] + [await _status(history, run, name, attached[name], served, ends) for name in sorted(attached)]
     if split is None or not split.arms:
         return found
     return await _with_arms(history, run, found, split, reward_weights)
@@ -303,7 +307,9 @@ async def _with_arms(
     return extended
 
 
-async def _status(history: BusHistory, run: str, name: str, state: InstanceState | None, served: str) -> InstanceStatus:
+async def _status(
+    history: BusHistory, run: str, name: str, state: InstanceState | None, served: str, ends: Mapping[int, int]
+) -> InstanceStatus:
     from streamrl.inspection.diagnostics.tail import newest_records
 
     scope = scope_of(run, name)
@@ -325,7 +331,7 @@ async def _status(history: BusHistory, run: str, name: str, state: InstanceState
         mode="run" if state is None else state.mode,
         served=name == served,
         alive=beat is not None and time.time() - beat.sent_at < SILENT_AFTER_S,
-        **standing(report),
+        **standing(report, ends),
     )
 
 

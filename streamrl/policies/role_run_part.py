@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamrl.observability.run_state.aggregates import LAG_PREFIX, EventLog
+from streamrl.observability.run_state.aggregates import EventLog
 from streamrl.observability.run_state.parts import RunPart, Section
+from streamrl.observability.run_state.state import lag_at
 from streamrl.observability.run_state.trajectory_summary import TrajectorySummary
 from streamrl.policies.splitting import ArmRewards
 from streamrl.schemas.control import InstanceState, PolicySplit, Served
@@ -26,7 +27,8 @@ class Instances(RunPart):
 
     ``served``: the policy whose weights the workers follow. ``heard_at``: time of a policy's last heartbeat, step or
     promotion, in epoch seconds. ``told``: the state that the coordinator announced last. ``rewards``: of the
-    trajectories that each arm of the split has sampled since it was ordered.
+    trajectories that each arm of the split has sampled since it was ordered. ``ends``: of the trajectories' topic, by
+    length bucket.
     """
 
     run: str
@@ -36,6 +38,7 @@ class Instances(RunPart):
     newest: dict[str, StepReport] = field(default_factory=dict)
     split: PolicySplit | None = None
     rewards: ArmRewards = field(default_factory=ArmRewards)
+    ends: Mapping[int, int] = field(default_factory=dict)
 
     def observe(self, message: Message, log: EventLog) -> None:
         """See ``RunPart``."""
@@ -58,6 +61,10 @@ class Instances(RunPart):
         """See ``RunPart``."""
         if self.split is not None and self.split.arms:
             self.rewards.add(summary.policy, summary.reward)
+
+    def note_ends(self, ends: Mapping[int, int]) -> None:
+        """See ``RunPart``."""
+        self.ends = ends
 
     @property
     def topics(self) -> frozenset[str]:
@@ -113,7 +120,7 @@ class Instances(RunPart):
             "mode": state.mode,
             "served": name == self.served,
             "silent": name == self._missing(now),
-            **standing(report),
+            **standing(report, self.ends),
             "quiet_s": None if report is None else round(max(0.0, now - report.sent_at)),
         }
 
@@ -172,18 +179,19 @@ class Instances(RunPart):
             self.newest[report.policy] = report
 
 
-def standing(report: StepReport | None) -> dict[str, Any]:
+def standing(report: StepReport | None, ends: Mapping[int, int] | None = None) -> dict[str, Any]:
     """What every display shows of a trainer's newest step.
 
     ``version`` and ``step``, the ``reward``, the mean ``age`` of the trained trajectories, and the ``lag``, in
-    trajectories that it has not finished. A value is None before the first step, or if the report lacks it.
+    trajectories that it has not finished. A value is None before the first step, or if the report lacks it. ``ends``:
+    ends of the trajectories' topic by length bucket; with them, trajectories since the step count as well.
     """
     metrics = {} if report is None else report.metrics
-    lags = [value for key, value in metrics.items() if key.startswith(LAG_PREFIX)]
+    lags = {} if report is None else lag_at(metrics, ends or {})
     return {
         "version": None if report is None else named_version(report.policy, report.version),
         "step": None if report is None else report.step,
         "reward": metrics.get("reward"),
         "age": metrics.get("off_policy/mean"),
-        "lag": round(sum(lags)) if lags else None,
+        "lag": sum(lags.values()) if lags else None,
     }

@@ -10,13 +10,15 @@ import pytest
 from streamrl.bus.history import BusHistory
 from streamrl.bus.port import Record
 from streamrl.consumers.training.metrics import append_metrics
+from streamrl.deploy.local.run_store import stored_runs
 from streamrl.deploy.local.watching import plain_line
 from streamrl.inspection.dashboard.server import UpdateStream
 from streamrl.inspection.diagnostics.lag import lag_line
 from streamrl.inspection.diagnostics.status import RunStatus, status_json, status_lines
 from streamrl.inspection.report.figures import figures_of
+from streamrl.inspection.report.headline import headline_of, tiles_of
 from streamrl.inspection.report.record import RunRecord, read_rows
-from streamrl.inspection.report.summary import build_summary
+from streamrl.inspection.report.summary import build_summary, summary_lines
 from streamrl.inspection.terminal.command import line_of, object_of
 from streamrl.observability.metrics.families import Meters
 from streamrl.observability.metrics.metering import TrainerMeter
@@ -24,7 +26,10 @@ from streamrl.observability.metrics.settings import TrackingSettings
 from streamrl.observability.metrics.tracking import Tracker
 from streamrl.observability.run_state.feed import WHOLE_RUN, ends_by_bucket
 from streamrl.observability.run_state.figures import LIVE, live_figures
+from streamrl.observability.run_state.snapshot import health
 from streamrl.observability.run_state.state import RunState
+from streamrl.policies.role_attaching import instances_on
+from streamrl.schemas.control import RunFinished
 from streamrl.schemas.reports import StepReport
 from streamrl.schemas.topics import HEARTBEATS, SKIPS, STEPS, TRAJECTORIES
 from tests.inspection.terminal.made_up_state import RUN, MadeUpState
@@ -89,17 +94,27 @@ async def test_one_meaning_one_name_one_value(tmp_path: Path, monkeypatch: pytes
         assert set(LIVE) - set(shown) <= {"sampled_per_s", "weights_per_min"}, view
         assert shown["skipped_by_reason"] == state.skipped, view
 
+    # `algorithms status`, of the run's own trainer.
+    own = (await instances_on(BusHistory(run.bus), RUN, {}))[0]
+    assert (own.step, own.reward, own.age, own.lag) == tuple(
+        told[name] for name in ("step", "reward", "staleness_mean", "lag")
+    )
+
     # The run's own state, which reads no trajectory, and what people read.
     whole = RunState(RUN)
     whole.observe_records(await records_of(run, *(topic.name for topic in WHOLE_RUN)))
     whole.trajectories.ends = state.trajectories.ends
-    lag = " ".join(f"b{bucket}:{count}" for bucket, count in state.lag.items())
     rate, speed = float(told["trajectories_per_s"] or 0), told["sampled_tokens_per_s"]
     line, top_line, lines = plain_line(whole, 900, now), line_of(state, now), "\n".join(status_lines(status))
-    for part in (f"step {told['step']}/900", f"lag {lag}"):
-        assert part in line
+    buckets = " ".join(f"b{bucket}:{count}" for bucket, count in state.lag.items())
+    reward, loss = f"reward {told['reward']:.3f}", f"loss {newest['loss']:.3g}"
+    for part in (f"step {told['step']}/900", reward, loss, f"{rate:.0f} traj/s", f"lag {told['lag']}"):
+        assert part in line, part
+    assert (
+        object_of(state, now, 0)["loop"]["metrics"]["loss"] == status_json(status)["metrics"]["loss"] == newest["loss"]
+    )
+    for part in (f"step {told['step']}/900", f"lag {buckets}"):
         assert part in top_line
-    assert f"{rate:.0f} traj/s  sampling {speed} tok/s" in line
     assert f"step      {told['step']} of 900" in lines
     assert lag_line(state.lag).removeprefix("lag ") in lines
     assert f"{speed:,} tokens/s" in lines
@@ -136,10 +151,8 @@ async def test_one_meaning_one_name_one_value(tmp_path: Path, monkeypatch: pytes
     summary = build_summary(
         whole, engine="e", seed=0, run_seconds=SECONDS, resumed_from=0, before={}, after={}, restarts=0
     )
-    report_figures = {
-        figure.key: figure.value
-        for figure in figures_of(RunRecord(RUN, tmp_path, read_rows(tmp_path / "metrics.jsonl"), summary))
-    }
+    record = RunRecord(RUN, tmp_path, read_rows(tmp_path / "metrics.jsonl"), summary)
+    report_figures = {figure.key: figure.value for figure in figures_of(record)}
     assert summary["trajectories"] == trained
     assert summary["steps"] == told["step"]
     assert summary["skipped"] == state.skipped
@@ -150,6 +163,30 @@ async def test_one_meaning_one_name_one_value(tmp_path: Path, monkeypatch: pytes
     assert shared <= summary.keys() & report_figures.keys()
     for name in sorted(shared):
         assert report_figures[name] == pytest.approx(summary[name], rel=2e-3), name
+
+    # The headline and the tiles, as people read them: a reward says of which steps it is the mean.
+    first, last = summary["reward_first"], summary["reward_last"]
+    headline, tiles = headline_of(record), tiles_of(record)
+    assert (headline.before, headline.after) == (f"{first:.3f}", f"{last:.3f}")
+    assert f"reward: {first:.3f} → {last:.3f} (first and last {summary['reward_steps']} steps)" in summary_lines(
+        summary
+    )
+    assert [(tile.label, tile.value) for tile in tiles[1:4]] == [
+        (f"reward, last {summary['reward_steps']} steps", f"{last:.3f}"),
+        ("optimizer steps", f"{told['step']}"),
+        ("trajectories/s", f"{summary['trajectories_per_s']:.3g}"),
+    ]
+    assert tiles[5].note.startswith(f"{told['skipped']:,} trajectories")
+
+    # `runs ls`, from the files: the reward of its step, and finished when the others say so.
+    (tmp_path / "config.resolved.toml").write_text("[training]\nmax_steps = 900\n")
+    stored = next(each for each in stored_runs(tmp_path.parent) if each.name == tmp_path.name)
+    assert (stored.step, stored.reward, stored.state) == (told["step"], told["reward"], "stopped")
+    (tmp_path / "config.resolved.toml").write_text(f"[training]\nmax_steps = {told['step']}\n")
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    whole.observe_message(RunFinished(sequence=9, sent_at=now, step=reports[-1].step))
+    stored = next(each for each in stored_runs(tmp_path.parent) if each.name == tmp_path.name)
+    assert stored.state == health(whole, now) == "finished"
 
 
 def _never() -> asyncio.Event:

@@ -61,9 +61,8 @@ async def _lags(
     shards = shards_of(connection, len(await history.extents(topic)), state.metrics)
     groups = await measure_lags(connection, shards, interval_s)
     if shards is not None:
-        state.trajectories.ends = ends_by_bucket(
-            {tp: held.end for tp, held in (await history.extents(topic)).items()}, shards
-        )
+        ends = {tp: held.end for tp, held in (await history.extents(topic)).items()}
+        state.note_ends(ends_by_bucket(ends, shards))
     ungraded = await history.extents(connection.name_of(UNGRADED))
     is_graded = any(held.end for held in ungraded.values())
     grading = await measure_lags(connection, shards, interval_s, UNGRADED) if is_graded else []

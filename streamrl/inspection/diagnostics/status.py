@@ -154,7 +154,7 @@ async def read_status(connection: RunConnection) -> RunStatus:
     state.progress.planned_steps = None if connection.settings is None else connection.settings.training.max_steps
     state.refusals.dead_letters = sum(held.end - held.first for held in dead_letters.values())
     if shards is not None:
-        state.trajectories.ends = ends_by_bucket({tp: held.end for tp, held in trajectories.items()}, shards)
+        state.note_ends(ends_by_bucket({tp: held.end for tp, held in trajectories.items()}, shards))
     return RunStatus(connection.address, now, state, tuple(await measure_lags(connection, shards)))
 
 

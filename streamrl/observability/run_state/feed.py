@@ -218,7 +218,7 @@ class RunFeed:
         # An answer may be older than records read in the meantime.
         self._ends |= {tp: max(end, self._ends.get(tp, 0)) for tp, end in ends.items() if tp.topic == topic}
         if self.shards is not None:
-            self.state.trajectories.ends = ends_by_bucket(self._ends, self.shards)
+            self.state.note_ends(ends_by_bucket(self._ends, self.shards))
 
 
 def _since_all_are_whole(records: list[Record], cut: Collection[int]) -> list[Record]:

@@ -23,6 +23,9 @@ class RunPart:
     def sampled(self, summary: TrajectorySummary) -> None:
         """Take a trajectory into account. If very many arrive at once, only some are passed on."""
 
+    def note_ends(self, ends: Mapping[int, int]) -> None:
+        """Take the ends of the trajectories' topic into account; ``ends``: their sums by length bucket."""
+
     @property
     def topics(self) -> frozenset[str]:
         """Full names of further topics to read, as far as they are known."""

@@ -233,15 +233,7 @@ class RunState:
 
         That is the newest step's report plus those that came since; before the first step, all that came.
         """
-        reported, finished = lag_by_bucket(self.metrics), by_bucket(self.metrics, FINISHED_PREFIX)
-        ends = self.trajectories.ends
-        if not ends or (reported and not finished):  # an older version's reports have only the lag
-            return reported
-        buckets = sorted({*reported, *ends})
-        # The maximum, since the trainer may have read the ends later than we did.
-        return {
-            bucket: max(ends.get(bucket, 0) - finished.get(bucket, 0), reported.get(bucket, 0)) for bucket in buckets
-        }
+        return lag_at(self.metrics, self.trajectories.ends)
 
     @property
     def skipped(self) -> dict[str, int]:
@@ -261,6 +253,12 @@ class RunState:
     def known_until(self, now: float) -> float:
         """The time that displays refer to: the last read of the topics, or ``now`` if the last read is too old."""
         return now if self.read_at is None or now - self.read_at > AWAY_S else min(now, self.read_at)
+
+    def note_ends(self, ends: Mapping[int, int]) -> None:
+        """Note the sums of the trajectories' end offsets by length bucket, which the lag counts from."""
+        self.trajectories.ends = dict(ends)
+        for part in self.parts:
+            part.note_ends(ends)
 
     def observe_records(self, records: Sequence[Record]) -> None:
         """Take records that came at once into account, sorted by time stamp.
@@ -510,6 +508,19 @@ def is_alive(beat: Heartbeat, now: float) -> bool:
 
 def _sent_to(beat: Heartbeat) -> int:
     return beat.finished_trajectories + beat.running + beat.waiting
+
+
+def lag_at(metrics: Mapping[str, float], ends: Mapping[int, int]) -> dict[int, int]:
+    """The unfinished trajectories by length bucket: those of a step's report, and those that came since.
+
+    ``ends``: the topic's ends by bucket; empty if they are not looked up.
+    """
+    reported, finished = lag_by_bucket(metrics), by_bucket(metrics, FINISHED_PREFIX)
+    if not ends or (reported and not finished):  # an older version's reports have only the lag
+        return reported
+    buckets = sorted({*reported, *ends})
+    # The maximum, since the trainer may have read the ends later than we did.
+    return {bucket: max(ends.get(bucket, 0) - finished.get(bucket, 0), reported.get(bucket, 0)) for bucket in buckets}
 
 
 def lag_by_bucket(metrics: Mapping[str, float]) -> dict[int, int]:

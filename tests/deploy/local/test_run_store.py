@@ -17,7 +17,10 @@ def a_run(root: Path, name: str, *, steps: int = 3, most: float = 3.0, own_broke
     directory = RunDirectory(root / name)
     directory.create()
     directory.config.write_text(CONFIG.format(name=name, seed=1))
-    lines = [json.dumps({"step": n, "reward": n / 4, "progress/max_steps": most}) for n in range(1, steps + 1)]
+    lines = [
+        json.dumps({"step": n, "time": 1e9 + n, "reward": n / 4, "progress/max_steps": most})
+        for n in range(1, steps + 1)
+    ]
     directory.metrics.write_text("\n".join([*lines, '{"step": 99, "cut']))
     directory.summary.write_text(json.dumps({"steps": steps}))
     (directory.logs / "trainer.log").write_bytes(b"x" * 100_000)
@@ -37,20 +40,23 @@ def running(directory: RunDirectory) -> Iterator[None]:
 
 
 def test_runs_are_listed_with_what_they_reached_and_take_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    going = a_run(tmp_path, "going")
+    going, looked_at = a_run(tmp_path, "going", most=10.0), a_run(tmp_path, "looked-at")
+    more = a_run(tmp_path, "more")
+    more.config.write_text(more.config.read_text() + "[training]\nmax_steps = 10\n")
     a_run(tmp_path, "over")
     a_run(tmp_path, "stopped", most=10.0)
     (tmp_path / "no-run").mkdir()
-    with running(going):
+    with running(going), running(looked_at), running(more):
         assert {run.name: run.state for run in stored_runs(tmp_path)} == {
-            "going": "running", "over": "finished", "stopped": "stopped",
+            "going": "running", "looked-at": "finished", "more": "running", "over": "finished", "stopped": "stopped",
         }  # fmt: skip
         assert list_runs(tmp_path, as_json=True) == 0
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {(run["step"], run["reward"]) for run in told} == {(3, 0.75)}
     assert all(100_000 <= run["bytes"] < 1_000_000 for run in told)
+    assert {run["at"] for run in told} == {1e9 + 3}, "the time of the step, not of the file"
     assert list_runs(tmp_path, as_json=False) == 0
-    assert "3 runs, 0." in capsys.readouterr().out
+    assert "5 runs, 0." in capsys.readouterr().out
 
 
 def test_a_living_run_is_never_removed(tmp_path: Path) -> None:
