@@ -23,7 +23,7 @@ from streamrl.consumers.algorithms.settings import AlgorithmSettings
 from streamrl.consumers.batching.micro_batches import MicroBatch
 from streamrl.consumers.training.adapters import ADAPTER_CONFIG, BASE, adapter_config, base_sha256, base_text, layers_of
 from streamrl.consumers.training.checkpoints.catalogue import Lineage
-from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
+from streamrl.consumers.training.checkpoints.manifest import CARD, CheckpointManifest
 from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, remove_leftovers
 from streamrl.consumers.training.checkpoints.store import CheckpointStore, TrainerState, VerifiedCheckpoint
 from streamrl.consumers.training.companions import open_companions
@@ -51,11 +51,15 @@ NO_LIMIT = 1 << 30
 
 @dataclass(frozen=True)
 class PolicyPaths:
-    """Where the initial model is, and where checkpoints and weight versions go."""
+    """Where the initial model is, and where checkpoints and weight versions go.
+
+    ``card``: returns the text of a checkpoint's ``README.md``; None: it gets none.
+    """
 
     model: str
     checkpoints: CheckpointStorage
     weights: Path
+    card: Callable[[CheckpointManifest], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -185,7 +189,7 @@ class TrainedPolicy:
         """Write a checkpoint of this moment; returns its path or URL."""
         assert isinstance(lineage, Lineage), "claimed from the same store"
         state = TrainerState(manifest, self.learner.optimizer_tensors(), _rng_tensors(), dict(reader), report)
-        return self._checkpoints.write(state, self._write_model, lineage, self._write_optimizer)
+        return self._checkpoints.write(state, partial(self._write_model, manifest), lineage, self._write_optimizer)
 
     def _tensors(self) -> Mapping[str, Tensor]:
         """The weights by name, on the CPU, in float32; from the snapshot if that holds the present weights."""
@@ -195,13 +199,15 @@ class TrainedPolicy:
     def _all_tensors(self) -> Mapping[str, Tensor]:
         return named_tensors(self.learner.model)
 
-    def _write_model(self, directory: Path) -> None:
+    def _write_model(self, manifest: CheckpointManifest, directory: Path) -> None:
         name = ADAPTER if self._training.lora.rank else WEIGHTS
         save_file(dict(self._tensors()), directory / name, metadata={"format": "pt"})
         # Always float32: weights rounded to ``training.dtype`` would not resume the same run.
         for name, text in self._texts("float32").items():
             (directory / name).write_text(text)
         copy_tokenizer(self._paths.model, directory)
+        if self._paths.card is not None:
+            (directory / CARD).write_text(self._paths.card(manifest))
 
     def _texts(self, dtype: str) -> dict[str, str]:
         """The configuration files for weights of this type; training changes none of them."""

@@ -97,7 +97,9 @@ def merge_newest(run: Path, target: Path) -> int:
     """
     from streamrl.consumers.training.adapters import BASE, base_sha256, write_merged
     from streamrl.consumers.training.checkpoints.catalogue import newest_model
+    from streamrl.consumers.training.checkpoints.manifest import CARD, MANIFEST, STATE, decode_manifest
     from streamrl.consumers.training.model import CPU, copy_tokenizer, load_model
+    from streamrl.deploy.wiring.model_card import model_card
 
     found = open_run(run)
     checkpoint = newest_model(found.checkpoints, found.directory.path / "cache")
@@ -114,6 +116,8 @@ def merge_newest(run: Path, target: Path) -> int:
         )
     write_merged(load_model(base["path"], CPU), checkpoint, target)
     copy_tokenizer(base["path"], target)
+    manifest = decode_manifest((checkpoint / STATE / MANIFEST).read_bytes())
+    (target / CARD).write_text(model_card(found.settings, manifest, is_merged=True))
     print(f"{checkpoint.name} merged with {base['path']}: {target}")
     return 0
 

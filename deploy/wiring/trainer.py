@@ -75,6 +75,7 @@ def cached_storage(settings: Settings, cache: str) -> CheckpointStorage:
 
 def _in_torch(settings: Settings, checkpoints: CheckpointStore) -> PartsOf:
     from streamrl.consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy
+    from streamrl.deploy.wiring.model_card import model_card
 
     policy_class, threads = TrainedPolicy, settings.training.threads
     if settings.training.ranks > 1:
@@ -86,7 +87,7 @@ def _in_torch(settings: Settings, checkpoints: CheckpointStore) -> PartsOf:
     def open_policy(weights: Path, restored: RestoredCheckpoint | None) -> Policy:
         assert restored is None or isinstance(restored, RestoredTensors), "restored from the same place"
         return policy_class(
-            PolicyPaths(settings.model.path, checkpoints.storage, weights),
+            PolicyPaths(settings.model.path, checkpoints.storage, weights, partial(model_card, settings)),
             settings.algorithm,
             settings.training,
             settings.loop.max_completion_length,

@@ -34,6 +34,10 @@ def _inside(path: str) -> str:
     return path
 
 
+CARD = "README.md"
+"""A checkpoint's model card, for the hub and for people."""
+
+
 class CheckpointFile(Part):
     """A file of the checkpoint; ``path`` is relative to the checkpoint."""
 
