@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from pydantic_core import to_jsonable_python
 
 from streamrl.schemas.errors import SettingsError
@@ -82,7 +82,11 @@ def _defaults(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, Any]
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _defaults(field.annotation, f"{prefix}{name}.")
         elif not field.is_required():
-            yield prefix + name, to_jsonable_python(field.get_default(call_default_factory=True))
+            default = field.get_default(call_default_factory=True)
+            # Validated as a given value would be: a whole number in a list of floats becomes a float.
+            if isinstance(default, list | tuple):
+                default = TypeAdapter(field.annotation).validate_python(default)
+            yield prefix + name, to_jsonable_python(default)
 
 
 def description_of(path: Key) -> str:

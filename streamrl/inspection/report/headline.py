@@ -255,5 +255,5 @@ def changed_settings(record: RunRecord) -> list[ChangedSetting]:
         if key in known and value_text(value) == value_text(default):
             continue
         if key not in PER_RUN_SETTINGS and key not in IN_SETUP:
-            found.append(ChangedSetting(key, value_text(value), ABSENT if default is None else value_text(default)))
+            found.append(ChangedSetting(key, value_text(value), "none" if default is None else value_text(default)))
     return found

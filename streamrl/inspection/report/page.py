@@ -94,7 +94,8 @@ def side_by_side(evaluated: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[d
 
 PARTS = Path(__file__).parent / "page"
 SCRIPTS = ("timeline.js", "main.js")
-HELD_OUT = "Held out"
+MOMENTS = (("_before", "_after"), ("_first", "_last"))
+"""How the keys of one held-out measure end, before and after training."""
 
 
 def write_page(path: Path, records: Sequence[RunRecord], level: float | None = None) -> None:
@@ -167,6 +168,7 @@ def _single(record: RunRecord) -> dict[str, Any]:
         "setup": setup_of(record),
         "changed": changed_settings(record),
         "most_changes": MOST_CHANGES,
+        "compared_measures": measures_of(figures_of(record)),
         "figures": _grouped(figure_rows([figures_of(record)])),
         "evaluated": side_by_side(record.facts.evaluated),
         "samples": {moment: rows for moment, rows in samples.items() if rows},
@@ -175,12 +177,38 @@ def _single(record: RunRecord) -> dict[str, Any]:
 
 
 def _grouped(rows: Sequence[FigureRow]) -> dict[str, list[FigureRow]]:
-    """The rows by group, in the order of the groups; without empty groups."""
-    group_of = {key: name for name, keys in GROUPS.items() for key in keys}
-    found: dict[str, list[FigureRow]] = {name: [] for name in (HELD_OUT, *GROUPS)}
-    for row in rows:
-        found[group_of.get(row.key, HELD_OUT)].append(row)
+    """The rows by group, in the order of the groups, without empty groups and held-out measures."""
+    found = {name: [row for row in rows if row.key in keys] for name, keys in GROUPS.items()}
     return {name: of_group for name, of_group in found.items() if of_group}
+
+
+class ComparedMeasure(NamedTuple):
+    """A held-out measure before and after training, as text; ``change`` is empty if one of them is missing."""
+
+    measure: str
+    before: str
+    after: str
+    change: str
+
+
+def measures_of(figures: Sequence[Figure]) -> list[ComparedMeasure]:
+    """The held-out measures among a run's figures, before and after next to each other."""
+    in_groups = {key for keys in GROUPS.values() for key in keys}
+    held_out = {figure.key: figure for figure in figures if figure.key not in in_groups}
+    found = []
+    for earlier, later in MOMENTS:
+        names = (key.removesuffix(end) for key in held_out for end in (earlier, later) if key.endswith(end))
+        for name in dict.fromkeys(names):
+            before, after = held_out.get(name + earlier), held_out.get(name + later)
+            label = next(each.label for each in (before, after) if each is not None).split(" (held out)")[0]
+            texts = [ABSENT if each is None else shown(each) for each in (before, after)]
+            found.append(ComparedMeasure(label, *texts, _change(before, after)))
+    return found
+
+
+def _change(before: Figure | None, after: Figure | None) -> str:
+    values = [each.value for each in (before, after) if each is not None and isinstance(each.value, int | float)]
+    return f"{values[1] - values[0]:+.4g}" if len(values) == 2 else ""
 
 
 def _compared(records: Sequence[RunRecord], level: float | None) -> dict[str, Any]:

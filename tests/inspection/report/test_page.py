@@ -3,14 +3,14 @@
 import json
 import re
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from streamrl.inspection.report.page import page_of, write_page
-from streamrl.inspection.report.record import RunRecord, read_record
+from streamrl.inspection.report.record import RunRecord, RunStart, read_record
 from tests.inspection.dashboard.browser import Page, browser_page, chromium, expect_no_serious_issue
 from tests.inspection.report.recorded import gather, record_run
 
@@ -192,3 +192,60 @@ async def test_paper_is_light_and_shows_what_was_folded(page: Page) -> None:
     await page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert await page.evaluate("[...document.querySelectorAll('details')].every((each) => each.open)")
     await page.call("Emulation.setEmulatedMedia", media="", features=[])
+
+
+async def test_a_report_starts_with_its_result_and_six_tiles(written: Written) -> None:
+    single, compared = page_of(written.records[:1]), page_of(written.records)
+    assert "<h2>held out: exact match</h2>" in single
+    assert '0.250 <span aria-label="to">→</span> <b>0.750</b> <span class="change">+0.500</span>' in single
+    assert single.count('class="tile"') == 6
+    assert single.index("held out: exact match") < single.index('class="tiles"') < single.index("<h2>Setup</h2>")
+    assert single.index("<h2>Setup</h2>") < single.index("<h2>Curves</h2>") < single.index("<h2>All figures</h2>")
+    assert "loop.max_staleness</span> <code>1</code> <small>default 4</small>" in single
+    assert 'class="tile"' not in compared
+
+
+@in_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_nothing_is_cut_on_a_phone(browser: Page, written: Written, scheme: str) -> None:
+    await browser.size(400, 900)
+    try:
+        await browser.prefer(scheme)
+        await browser.open(written.single.as_uri())
+        assert await browser.evaluate("document.documentElement.scrollWidth") == 400
+        beyond = (
+            "[...document.querySelectorAll('.tile, .headline p, .stacks td, .setup td, .figures td, figure')]"
+            ".filter((each) => each.getBoundingClientRect().right > 400 || each.scrollWidth > each.clientWidth + 1)"
+            ".map((each) => each.outerHTML.slice(0, 80))"
+        )
+        assert await browser.evaluate(beyond) == []
+    finally:
+        await browser.size(1280, 1000)
+        await browser.prefer("light")
+
+
+@in_browser
+async def test_samples_are_not_cut_at_the_right(browser: Page, written: Written) -> None:
+    await browser.open(written.single.as_uri())
+    assert await browser.evaluate(
+        "[...document.querySelectorAll('.stacks')].every((each) => each.scrollWidth <= each.parentElement.clientWidth)"
+    )
+
+
+@in_browser
+async def test_marks_are_drawn_into_the_curves_and_named(browser: Page, written: Written, tmp_path: Path) -> None:
+    plain, marked = tmp_path / "plain.html", tmp_path / "marked.html"
+    record = written.records[0]
+    began = record.rows.began + record.rows.times[len(record.rows.times) // 2]
+    start = RunStart(at=began, step=3, changed=("training.learning_rate 5e-05 → 3e-05",))
+    write_page(plain, [record])
+    write_page(marked, [replace(record, facts=record.facts.model_copy(update={"starts": (start,)}))])
+    drawn = []
+    for path in (plain, marked):
+        browser.problems.clear()
+        await browser.open(path.as_uri())
+        drawn.append(await browser.evaluate(FIRST_CURVE))
+        assert browser.problems == []
+    assert drawn[0] != drawn[1]
+    told = await browser.evaluate("document.querySelector('.marks').innerText")
+    assert "resumed from step 3; changed: training.learning_rate 5e-05 → 3e-05" in told

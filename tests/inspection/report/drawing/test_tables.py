@@ -2,8 +2,14 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.inspection.report.figures import Figure
-from streamrl.inspection.report.page import differing_environment, differing_settings, figure_rows, shown, side_by_side
+from streamrl.inspection.report.figures import Figure, shown
+from streamrl.inspection.report.page import (
+    differing_environment,
+    differing_settings,
+    figure_rows,
+    measures_of,
+    side_by_side,
+)
 from streamrl.inspection.report.record import RunFacts, RunRecord, StepTable
 
 
@@ -55,3 +61,20 @@ def test_samples_stand_side_by_side_and_what_never_changed_stands_once() -> None
     assert side_by_side({"before": before, "after": after}) == [{"prompt": "p", "said before": "x", "said after": "z"}]
     assert side_by_side({"before": before, "after": []}) == before
     assert side_by_side({}) == []
+
+
+def test_held_out_measures_stand_with_before_after_and_change_in_one_row() -> None:
+    figures = [
+        Figure("mean_length_before", "mean length (held out), before", 18.5),
+        Figure("mean_length_after", "mean length (held out), after", 20.0, better=1),
+        Figure("bare_before", "bare (held out), before", 0.5),
+        Figure("pass_at_1_first", "pass@1 (held out), first weights", 0.25),
+        Figure("pass_at_1_last", "pass@1 (held out), last weights", 0.5),
+        Figure("reward_first", "reward, first 5 steps", 0.1),
+        Figure("reward_last", "reward, last 5 steps", 0.2),
+    ]
+    assert [tuple(each) for each in measures_of(figures)] == [
+        ("mean length", "18.5", "20", "+1.5"),
+        ("bare", "0.5", "–", ""),
+        ("pass@1", "0.25", "0.5", "+0.25"),
+    ]
