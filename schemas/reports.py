@@ -144,6 +144,10 @@ class RelayBeat(Message):
     sent_at: float
 
 
+MAX_ADVANTAGES = 16_384
+"""Most advantages in a report: with more, the header would have more values than the codec allows."""
+
+
 class RecordRef(NamedTuple):
     """Place of a trajectory on the trajectories topic."""
 
@@ -156,11 +160,13 @@ class StepReport(Message):
     """Trainer → coordinator and dispatcher: one optimizer step, the records it consumed and the weights it produced.
 
     ``micro_batches`` lists the records of each micro-batch in the order in which they entered the gradient.
-    ``group_ids`` lists the groups of these records in the order in which they were taken. ``left_out`` lists samples of
-    these groups that count for the advantages and not for the gradient. ``metrics`` uses the key names of TRL and
-    prime-rl. ``manifest_sha256`` is None if the step's weights were not exported, so that workers cannot fetch them.
-    ``digests`` gives xxh3-128, in hex, of each float32 tensor after the step, by its name on disk. All prompts trained
-    or skipped so far are below the position ``prompt_cursor`` of the prompt source.
+    ``advantages`` lists the advantage of each of them in the same order, as its group's rewards gave it, before
+    ``algorithm.scale_rewards = "batch"`` divides all; it is empty if there are more than ``MAX_ADVANTAGES``, and in a
+    report of an older writer. ``group_ids`` lists the groups of these records in the order in which they were taken.
+    ``left_out`` lists samples of these groups that count for the advantages and not for the gradient. ``metrics`` uses
+    the key names of TRL and prime-rl. ``manifest_sha256`` is None if the step's weights were not exported, so that
+    workers cannot fetch them. ``digests`` gives xxh3-128, in hex, of each float32 tensor after the step, by its name on
+    disk. All prompts trained or skipped so far are below the position ``prompt_cursor`` of the prompt source.
 
     The first report of a lineage has no groups. Its ``parent`` is the version of the checkpoint that the lineage
     continues from, or None if it starts with the initial model. ``parent_skips`` is the number of the parent's skip
@@ -184,6 +190,7 @@ class StepReport(Message):
     group_ids: tuple[str, ...]
     micro_batches: tuple[tuple[RecordRef, ...], ...]
     left_out: tuple[RecordRef, ...] = ()
+    advantages: tuple[float, ...] = ()
     metrics: dict[str, float]
     digests: dict[str, str] = Field(default_factory=dict)
     parent: PolicyVersion | None = None
@@ -206,6 +213,12 @@ class StepReport(Message):
     def trained_refs(self) -> list[RecordRef]:
         """The records whose gradient the step contains, in the order in which they entered it."""
         return [ref for batch in self.micro_batches for ref in batch]
+
+    @property
+    def advantage_of(self) -> dict[tuple[int, int], float]:
+        """The advantages by partition and offset of their records; empty if the report has none."""
+        places = [(ref.partition, ref.offset) for ref in self.trained_refs]
+        return dict(zip(places, self.advantages, strict=True)) if len(places) == len(self.advantages) else {}
 
 
 class CarriedOver(Message):

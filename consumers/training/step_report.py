@@ -11,7 +11,7 @@ from streamrl.consumers.ingest.opening import Translation
 from streamrl.consumers.training.checkpoints.manifest import SkipSummary
 from streamrl.consumers.training.metrics import PaddingMetrics, StepMetrics, StepTimer, finite
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.reports import CarriedOver, RecordRef, RefusedStep, StepReport
+from streamrl.schemas.reports import MAX_ADVANTAGES, CarriedOver, RecordRef, RefusedStep, StepReport
 
 
 @dataclass
@@ -66,6 +66,12 @@ class GatheredStep:
     def micro_batches(self) -> tuple[tuple[RecordRef, ...], ...]:
         """The records of each micro-batch, in the order of computing."""
         return tuple(batch.refs for batch in self.batches)
+
+    @property
+    def advantages(self) -> tuple[float, ...]:
+        """The advantages of these records, in the same order; empty if a report has no room for them."""
+        found = tuple(value for batch in self.batches for value in batch.advantages.tolist())
+        return found if len(found) <= MAX_ADVANTAGES else ()
 
     @property
     def tokens(self) -> int:
@@ -202,6 +208,7 @@ def step_report(
         group_ids=gathered.group_ids,
         micro_batches=gathered.micro_batches,
         left_out=gathered.left_out_refs,
+        advantages=gathered.advantages,
         metrics=metrics,
         digests=weights.digests,
         prompt_cursor=prompt_cursor,

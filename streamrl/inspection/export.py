@@ -15,10 +15,10 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -49,6 +49,11 @@ from streamrl.schemas.topics import (
     Topic,
 )
 from streamrl.schemas.weights import Sha256
+
+if TYPE_CHECKING:
+    from streamrl.inspection.trajectory_columns import Place, Trained
+
+    ReadTrained = Callable[[], Awaitable[Mapping[Place, Trained]]]
 
 MANIFEST = "manifest.json"
 Format = Literal["parquet", "jsonl"]
@@ -139,7 +144,10 @@ class _Segment:
 
 @dataclass(frozen=True)
 class Exporter:
-    """``to``: a directory that is empty or does not exist yet. ``config``: path of the run's configuration."""
+    """``to``: a directory that is empty or does not exist yet. ``config``: path of the run's configuration.
+
+    ``trained``: reads which trajectories were trained, for the columns of Parquet files; None: these columns are empty.
+    """
 
     history: History
     run: str
@@ -147,6 +155,7 @@ class Exporter:
     to: Path
     encoding: Format = "parquet"
     progress: Progress = lambda topic, done, total: None
+    trained: "ReadTrained | None" = None
 
     async def export(self, topics: Sequence[Topic], checkpoints: Sequence[CheckpointManifest]) -> ExportManifest:
         """Write the topics, and those of attached instances. Topics that do not exist are left out.
@@ -201,25 +210,31 @@ class Exporter:
         policy = policy_in(scope)
         folder = topic.name if policy is None else f"{topic.name}-{policy}"
         name, total = topic.full_name(scope), sum(extent.end - extent.first for extent in extents.values())
+        trained = await self._trained() if topic is TRAJECTORIES else None
         segment, number, done = _Segment(), 0, 0
         self.progress(name, 0, total)
         async for record in self.history.records(name, extents):
             if segment.add(record):
                 # In a thread: compression would block the event loop, and with it the connection to the broker.
-                yield await in_thread(self._write, topic, folder, number, segment.records)
+                yield await in_thread(self._write, folder, number, segment.records, trained)
                 done += len(segment.records)
                 self.progress(name, done, total)
                 segment, number = _Segment(), number + 1
         if segment.records:
-            yield await in_thread(self._write, topic, folder, number, segment.records)
+            yield await in_thread(self._write, folder, number, segment.records, trained)
         self.progress(name, total, total)
 
-    def _write(self, topic: Topic, name: str, number: int, records: Sequence[Record]) -> SegmentFile:
+    async def _trained(self) -> "Mapping[Place, Trained]":
+        return {} if self.trained is None or self.encoding != "parquet" else await self.trained()
+
+    def _write(
+        self, name: str, number: int, records: Sequence[Record], trained: "Mapping[Place, Trained] | None"
+    ) -> SegmentFile:
         folder = self.to / name
         path = folder / f"{number:05d}.{self.encoding}"
         try:
             folder.mkdir(exist_ok=True)
-            write_segment(path, records, self.encoding, readable=topic is TRAJECTORIES)
+            write_segment(path, records, self.encoding, trained)
             # Read back, so that the checksum is that of the file's real contents.
             content = path.read_bytes()
         except OSError as error:
@@ -349,12 +364,16 @@ def _overlap(one: Extent, other: Extent | None) -> bool:
     return other is not None and max(one.first, other.first) < min(one.end, other.end)
 
 
-def write_segment(path: Path, records: Sequence[Record], encoding: Format, *, readable: bool) -> None:
-    """Write records in order. ``readable``: add trajectories' columns, with nulls for a record that does not decode."""
+def write_segment(
+    path: Path, records: Sequence[Record], encoding: Format, trained: "Mapping[Place, Trained] | None" = None
+) -> None:
+    """Write records in order. ``trained``: of trajectories, whose columns are added then, with nulls for a record that
+    does not decode.
+    """
     if encoding == "jsonl":
         path.write_text("".join(_line(record) for record in records))
     else:
-        _write_parquet(path, records, readable=readable)
+        _write_parquet(path, records, trained)
 
 
 def read_segment(path: Path, topic: str, encoding: Format) -> list[Record]:
@@ -408,7 +427,7 @@ def _unpacked(text: str | None) -> bytes | None:
     return None if text is None else base64.b64decode(text, validate=True)
 
 
-def _write_parquet(path: Path, records: Sequence[Record], *, readable: bool) -> None:
+def _write_parquet(path: Path, records: Sequence[Record], trained: "Mapping[Place, Trained] | None") -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -423,10 +442,10 @@ def _write_parquet(path: Path, records: Sequence[Record], *, readable: bool) -> 
         # 64-bit offsets: a column of plain ``binary`` holds 2 GiB at most.
         "value": pa.array([record.value for record in records], pa.large_binary()),
     }
-    if readable:
+    if trained is not None:
         from streamrl.inspection.trajectory_columns import readable_columns
 
-        columns |= readable_columns(records)
+        columns |= readable_columns(records, trained)
     # Texts and log-probs compress to about a fifth.
     pq.write_table(pa.table(columns), path, compression="zstd")
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 from streamrl.bus.history import History
 from streamrl.bus.port import message_of
 from streamrl.inspection.replay.steps import StepLog, read_steps
-from streamrl.inspection.trajectory_columns import FACTS, TOKENS, Place, facts_of, trajectory_in
+from streamrl.inspection.trajectory_columns import FACTS, TOKENS, Place, Trained, facts_of, trained_in, trajectory_in
 from streamrl.schemas.reports import SkipRecord, StepReport
 from streamrl.schemas.topics import SKIPS, TRAJECTORIES
 
@@ -24,8 +24,7 @@ async def trajectory_table(history: History, run: str, algorithm: str, *, tokens
         BusUnavailable: the topics cannot be read.
     """
     log = await read_steps(history, run, algorithm)
-    # Without those that a step left out: they only counted for its advantages, and have a skip row.
-    trained = {(ref.partition, ref.offset): report.step for report in surviving(log) for ref in report.trained_refs}
+    trained = trained_in(surviving(log))
     skipped = await _skipped(history, run, algorithm, log)
     rows = []
     async for record in history.records(TRAJECTORIES.full_name(run)):
@@ -38,6 +37,15 @@ async def trajectory_table(history: History, run: str, algorithm: str, *, tokens
     rows.sort(key=lambda row: (row["partition"], row["offset"]))
     # With a schema: pyarrow cannot infer a type without rows, or from a column of nulls.
     return pa.Table.from_pylist(rows, pa.schema([*FACTS, *TOKENS]) if tokens else FACTS)
+
+
+async def trained_trajectories(history: History, run: str, algorithm: str) -> dict[Place, Trained]:
+    """The trained trajectories by partition and offset, without those of steps that a crash undid.
+
+    Raises:
+        BusUnavailable: the topics cannot be read.
+    """
+    return trained_in(surviving(await read_steps(history, run, algorithm)))
 
 
 async def step_table(history: History, run: str, algorithm: str) -> pa.Table:

@@ -1,11 +1,12 @@
 """A trajectory as a row of a table, with the columns that the Python API and exports share."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from streamrl.bus.port import Record, message_of
+from streamrl.schemas.reports import StepReport
 from streamrl.schemas.trajectories import Trajectory
 
 TURN = pa.struct(
@@ -39,10 +40,12 @@ FACTS = pa.schema(
         ("partition", pa.int32()),
         ("offset", pa.int64()),
         ("step", pa.int64()),
+        ("advantage", pa.float64()),
         ("skip_reason", pa.string()),
     ]
 )
-"""Lengths are in tokens, times in seconds since the epoch. If ``step`` and ``skip_reason`` are both null, the
+"""Lengths are in tokens, times in seconds since the epoch. ``advantage``: that the trainer gave it in ``step``, null
+if it was not trained. If ``step`` and ``skip_reason`` are both null, the
 trajectory is pending. ``policy``: the arm of a split that sampled it and that the two versions belong to; null: the
 served policy. ``session`` is null and ``turns`` is empty for a completion outside a session."""
 TOKENS = (
@@ -58,12 +61,34 @@ Place = tuple[int, int]
 """Partition and offset on the trajectories topic."""
 
 
-def readable_columns(records: Sequence[Record]) -> dict[str, pa.Array]:
-    """Columns with the contents of trajectories, tokens included. One row per record, nulls if it does not decode."""
+class Trained(NamedTuple):
+    """The step that trained a trajectory, and the advantage that it had there; None: the report does not name it."""
+
+    step: int
+    advantage: float | None
+
+
+def trained_in(reports: Iterable[StepReport]) -> dict[Place, Trained]:
+    """The trained trajectories of some steps, by their places."""
+    # Without those that a step left out: they only counted for its advantages, and have a skip row.
+    found: dict[Place, Trained] = {}
+    for report in reports:
+        advantages = report.advantage_of
+        places = [(ref.partition, ref.offset) for ref in report.trained_refs]
+        found |= {place: Trained(report.step, advantages.get(place)) for place in places}
+    return found
+
+
+def readable_columns(records: Sequence[Record], trained: Mapping[Place, Trained]) -> dict[str, pa.Array]:
+    """Columns with the contents of trajectories, tokens included. One row per record, nulls if it does not decode.
+
+    ``trained``: the steps that trained them, for the advantages.
+    """
     rows: list[dict[str, Any]] = []
     for record in records:
         one = trajectory_in(record)
-        found = {} if one is None else facts_of(one, (record.partition, record.offset), None, None)
+        place = record.partition, record.offset
+        found = {} if one is None else facts_of(one, place, trained.get(place), None)
         rows.append(found if one is None else found | {field.name: getattr(one, field.name) for field in TOKENS})
     return {
         field.name: pa.array([row.get(field.name) for row in rows], field.type)
@@ -78,7 +103,7 @@ def trajectory_in(record: Record) -> Trajectory | None:
     return message if isinstance(message, Trajectory) else None
 
 
-def facts_of(one: Trajectory, place: Place, step: int | None, skip_reason: str | None) -> dict[str, Any]:
+def facts_of(one: Trajectory, place: Place, trained: Trained | None, skip_reason: str | None) -> dict[str, Any]:
     """A trajectory's row by column, without tokens."""
     partition, offset = place
     return {
@@ -107,6 +132,7 @@ def facts_of(one: Trajectory, place: Place, step: int | None, skip_reason: str |
         "finished_at": one.finished_at,
         "partition": partition,
         "offset": offset,
-        "step": step,
+        "step": None if trained is None else trained.step,
+        "advantage": None if trained is None else trained.advantage,
         "skip_reason": skip_reason,
     }

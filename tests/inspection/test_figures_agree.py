@@ -157,8 +157,8 @@ async def test_one_meaning_one_name_one_value(tmp_path: Path, monkeypatch: pytes
     assert summary["steps"] == told["step"]
     assert summary["skipped"] == state.skipped
     shared = {
-        "steps", "trajectories", "trajectories_per_s", "tokens_per_s", "staleness_mean", "staleness_max",
-        "trainer_wait_share", "reward_first", "reward_last",
+        "steps", "step_seconds", "trajectories", "trajectories_per_s", "tokens_per_s", "staleness_mean",
+        "staleness_max", "trainer_wait_share", "reward_first", "reward_last",
     }  # fmt: skip
     assert shared <= summary.keys() & report_figures.keys()
     for name in sorted(shared):

@@ -19,6 +19,7 @@ from streamrl.inspection.export import (
     read_segment,
     write_segment,
 )
+from streamrl.inspection.trajectory_columns import Trained
 from streamrl.schemas.codec import encode, headers_of
 from streamrl.schemas.errors import DataError
 from streamrl.schemas.topics import HEARTBEATS, TRAJECTORIES
@@ -46,7 +47,7 @@ records = st.builds(
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_segment_gives_back_the_records_byte_by_byte(encoding: Format, tmp_path: Path, written: list[Record]) -> None:
     path = tmp_path / f"s.{encoding}"
-    write_segment(path, written, encoding, readable=True)
+    write_segment(path, written, encoding, {})
     assert read_segment(path, "t", encoding) == written
 
 
@@ -122,6 +123,28 @@ async def test_every_topic_can_be_exported(tmp_path: Path) -> None:
     }
 
 
+async def test_an_export_asks_for_advantages_once_and_only_for_columns(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    asked = []
+
+    async def trained() -> dict[tuple[int, int], Trained]:
+        asked.append(1)
+        return {(0, 0): Trained(1, 0.25)}
+
+    bus = create_topics(MemoryBus(), RUN, 3)
+    publisher = await bus.publisher("p")
+    for partition in (0, 0, 1):
+        await publisher.submit(Outgoing.of(TRAJECTORIES.full_name(RUN), trajectory(), key="g", partition=partition))
+    for encoding in FORMATS:
+        exporter = Exporter(BusHistory(bus), RUN, Path("c"), tmp_path / encoding, encoding, trained=trained)
+        await exporter.export(USUAL, [])
+    assert asked == [1]
+    rows = pq.read_table(tmp_path / "parquet" / "trajectories" / "00000.parquet").to_pylist()
+    told = {(row["partition"], row["offset"]): row["advantage"] for row in rows}
+    assert told == {(0, 0): 0.25, (0, 1): None, (1, 0): None}
+
+
 async def test_a_changed_segment_is_refused_by_name(tmp_path: Path) -> None:
     await Exporter(BusHistory(await _bus()), RUN, Path("c"), tmp_path).export([TRAJECTORIES], [])
     path = tmp_path / "trajectories" / "00000.parquet"
@@ -163,11 +186,12 @@ def test_a_parquet_segment_shows_trajectories_to_other_tools(tmp_path: Path) -> 
 
     shown, path = trajectory(), tmp_path / "s.parquet"
     good = Record("t", 0, 0, "k", encode(shown), headers_of(shown), 1.0)
-    write_segment(path, [good, good._replace(offset=1, value=b"bad")], "parquet", readable=True)
+    write_segment(path, [good, good._replace(offset=1, value=b"bad")], "parquet", {(0, 0): Trained(4, -0.5)})
     rows = pq.read_table(path).to_pylist()
     assert (rows[0]["completion"], rows[0]["length"]) == (shown.completion_text, len(shown.token_ids))
     assert dict(rows[0]["rewards"]) == shown.rewards
     assert rows[0]["token_ids"] == shown.token_ids.tolist()
     assert rows[0]["logprobs"] == shown.logprobs.tolist()
     assert rows[0]["finish_reason"] == shown.finish_reason.value
+    assert (rows[0]["advantage"], rows[1]["advantage"]) == (-0.5, None)
     assert rows[1]["trajectory_id"] is rows[1]["token_ids"] is None

@@ -154,6 +154,7 @@ def full_examples() -> dict[str, Message]:
             prompt_cursor=120,
             run_id="0f6ad1c2-7a53-4f3e-9d0e-1b7a4f1c2d3e",
         ),
+        "step-report-credited": some["step-report"].replace(advantages=(0.5, -0.25)),
         "skip-full": some["skip"].replace(
             reason=SkipReason.RETENTION_EXPIRED, trajectory_id="gsm8k/7/0/1", end_offset=20, lineage=2, sequence=11
         ),

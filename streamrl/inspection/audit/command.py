@@ -5,7 +5,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 from rich.console import Console
@@ -13,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
+from streamrl.bus.history import History
 from streamrl.inspection.audit.audit import audit
 from streamrl.inspection.audit.following import NOT_BALANCED, checkpoints_of
 from streamrl.inspection.audit.report import AlgorithmBalance, AuditReport, Waiting
@@ -22,6 +25,9 @@ from streamrl.inspection.source import PastRun, history_of, open_run
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.plain_text import plain_text
 from streamrl.schemas.topics import Topic
+
+if TYPE_CHECKING:
+    from streamrl.inspection.trajectory_columns import Place, Trained
 
 WIDTH = 100
 """Characters in a line of the table where standard output is not a terminal, so that no line is wrapped."""
@@ -78,13 +84,21 @@ def export_run(run: Path, to: Path | None, encoding: Format, topics: Sequence[st
         history_of(past, None, Path(scratch), _print_progress) as history,
         _progress() as progress,
     ):
-        exporter = Exporter(history, past.name, past.directory.config, target, encoding, progress)
+        exporter = Exporter(
+            history, past.name, past.directory.config, target, encoding, progress, partial(_trained, past, history)
+        )
         # The argument is evaluated first, so checkpoints are listed before ``export`` fixes the ends of the topics.
         manifest = uvloop.run(exporter.export(wanted, checkpoints_of(past)))
     for line in _described(manifest):
         print(line)
     print(f"exported to {target}")
     return 0
+
+
+async def _trained(run: PastRun, history: History) -> "dict[Place, Trained]":
+    from streamrl.inspection.tables import trained_trajectories  # needs an optional package, as Parquet files do
+
+    return await trained_trajectories(history, run.name, run.settings.algorithm.name)
 
 
 def _named_topics(names: Sequence[str]) -> list[Topic]:

@@ -157,7 +157,8 @@ def _sample_json(sample: GroupSample) -> dict[str, Any]:
     row = {"id": sample.trajectory_id, "place": f"{record.partition}@{record.offset}", "fate": record.fate}
     if found is None:
         return row
-    return row | {"length": len(found.token_ids), "rewards": found.rewards, "worker": found.worker_id}
+    told = {"length": len(found.token_ids), "rewards": found.rewards, "worker": found.worker_id}
+    return row | told | {"advantage": record.advantage}
 
 
 def history_json(history: TrajectoryHistory, piece: Piece, run_path: str) -> dict[str, Any]:
@@ -178,6 +179,7 @@ def history_json(history: TrajectoryHistory, piece: Piece, run_path: str) -> dic
         "prompt": _cut(trajectory.prompt_text),
         "completion": _cut(trajectory.completion_text),
         "rewards": trajectory.rewards,
+        "advantage": history.advantage,
         "reward_errors": trajectory.reward_errors,
         "tokens": _tokens(trajectory, piece),
         "session": trajectory.session,

@@ -57,12 +57,16 @@ class _Contradicted(Exception):
 
 @dataclass(frozen=True)
 class TrajectoryRecord:
-    """A record of the trajectory. ``fate``, by surviving lineages: trained, skipped, pending, left over, elsewhere."""
+    """A record of the trajectory. ``fate``, by surviving lineages: trained, skipped, pending, left over, elsewhere.
+
+    ``advantage``: in the step that trained it; None: it was not trained, or an older trainer reported the step.
+    """
 
     partition: int
     offset: int
     appended_at: float
     fate: str
+    advantage: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,11 @@ class TrajectoryHistory:
     records: tuple[TrajectoryRecord, ...]
     events: tuple[HistoryEvent, ...]
     settled: bool = True
+
+    @property
+    def advantage(self) -> float | None:
+        """The advantage that it was trained with; None if it was not trained, or its step's report does not say."""
+        return next((record.advantage for record in self.records if record.advantage is not None), None)
 
 
 @dataclass(frozen=True)
@@ -100,9 +109,12 @@ class GroupHistory:
 
 @dataclass(frozen=True)
 class _Judged:
-    """Fates and events of some records from the trainer's topics, and the newest version trained on any of them."""
+    """Fates, advantages and events of some records from the trainer's topics, and the newest version trained on any of
+    them.
+    """
 
     fates: dict[tuple[int, int], str]
+    advantages: dict[tuple[int, int], float]
     events: list[HistoryEvent]
     trained: PolicyVersion | None
 
@@ -233,7 +245,7 @@ class HistoryReader:
         # A trajectory may be on the topic more than once, and each record has a fate of its own.
         judged = self._judged({(record.partition, record.offset) for record in found}, group, records, judging)
         weights = [] if judged.trained is None else self._weights(judged.trained)
-        seen = tuple(_seen(record, judged.fates) for record in found)
+        seen = tuple(_seen(record, judged) for record in found)
         is_open = any(each.fate == PENDING for each in seen) or (
             judged.trained is not None and len(weights) < 2 and not self._index.is_finished(self.algorithm)
         )
@@ -256,7 +268,7 @@ class HistoryReader:
         samples = tuple(
             GroupSample(
                 peek_trajectory_id(record.value, record.headers) or group,
-                _seen(record, judged.fates),
+                _seen(record, judged),
                 _trajectory_in(record),
             )
             for record in found
@@ -319,6 +331,7 @@ class HistoryReader:
         lineages = Lineages.of(self._index.first_reports(self.algorithm), self._index.last_steps(self.algorithm))
         there = [records[position] for position in sorted(set(judging)) if position in records]
         fates, events, trained = dict.fromkeys(positions, PENDING), list[HistoryEvent](), None
+        advantages: dict[tuple[int, int], float] = {}
         for record, report in self._reports(there, group, lineages.begin):
             for position, event in step_events(lineages, record, report, positions):
                 events.append(event)
@@ -326,6 +339,8 @@ class HistoryReader:
                     fates[position] = ELSEWHERE if report.lineage == lineages.begin else fates[position]
                 elif event.what == "trained" and lineages.counts(report.version):
                     fates[position], trained = f"trained in step {report.step}", report.version
+            if isinstance(report, StepReport) and lineages.counts(report.version):
+                advantages |= {place: value for place, value in report.advantage_of.items() if place in positions}
         for row in self._rows(there, positions, lineages.begin):
             counts = lineages.counts_row(row)
             events.append(skip_event(row, counts=counts))
@@ -334,7 +349,7 @@ class HistoryReader:
         # After the last step of a finished run, no pending record will be trained.
         if self._index.is_finished(self.algorithm):
             fates |= {position: "left over: the run is finished" for position, fate in fates.items() if fate == PENDING}
-        return _Judged(fates, events, trained)
+        return _Judged(fates, advantages, events, trained)
 
     def _reports(self, records: Iterable[Record], group: str, begin: int) -> list[tuple[Record, StepMessage]]:
         """The group's reports among the records. A repeated report counts once, by its version."""
@@ -384,9 +399,9 @@ class HistoryReader:
         return events
 
 
-def _seen(record: Record, fates: Mapping[tuple[int, int], str]) -> TrajectoryRecord:
+def _seen(record: Record, judged: _Judged) -> TrajectoryRecord:
     position = (record.partition, record.offset)
-    return TrajectoryRecord(*position, record.timestamp, fates[position])
+    return TrajectoryRecord(*position, record.timestamp, judged.fates[position], judged.advantages.get(position))
 
 
 def _orders_in(

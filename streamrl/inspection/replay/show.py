@@ -115,7 +115,7 @@ def history_text(history: TrajectoryHistory, piece: Piece) -> Text:
     text.append("\n")
     for line in _token_lines(trajectory, piece, styles):
         text.append_text(line).append("\n")
-    worth = [*_turns(trajectory), *_rewards(trajectory)]
+    worth = [*_turns(trajectory), *_rewards(trajectory), *_advantage(history)]
     return text.append("\n" + plain_lines([*worth, "", *_records(history), "", *_events(history)]))
 
 
@@ -171,6 +171,10 @@ def _turns(trajectory: Trajectory) -> list[str]:
         given = ", ".join(f"{name} {number(value)}" for name, value in sorted(turn.rewards.items()))
         lines.append(f"  {count}: tokens [{turn.start}, {turn.end}){', ' * bool(given)}{given}")
     return [*lines, ""]
+
+
+def _advantage(history: TrajectoryHistory) -> list[str]:
+    return [] if history.advantage is None else [f"advantage: {number(history.advantage)}"]
 
 
 def _rewards(trajectory: Trajectory) -> list[str]:

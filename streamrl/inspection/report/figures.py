@@ -25,8 +25,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Reward": ("reward_first", "reward_last", "reached_step", "reached_tokens", "reached_seconds"),
     "Policy": ("kl", "entropy", "mean_length"),
     "Speed": (
-        "steps", "train_seconds", "trajectories", "trajectories_per_s", "tokens", "tokens_per_s", "trainer_wait_share",
-        "workers_busy", "padding",
+        "steps", "train_seconds", "step_seconds", "trajectories", "trajectories_per_s", "tokens", "tokens_per_s",
+        "trainer_wait_share", "workers_busy", "padding",
     ),
     "Stream": ("staleness_mean", "staleness_max", "lag_mean", "length_recall", "length_coverage", "length_factor"),
     "Not trained": ("skipped", "skipped_share", "dead_letters", "restarts"),
@@ -75,6 +75,7 @@ def figures_of(record: RunRecord, level: float | None = None) -> list[Figure]:
         *_reaching(rows, level),
         Figure("steps", "optimizer steps", rows.steps[-1] if rows.steps else 0, "count"),
         Figure("train_seconds", "training, wall-clock", rows.seconds, "seconds"),
+        Figure("step_seconds", "time of optimizer steps", stepping or None, "seconds"),
         Figure("trajectories", "trajectories trained", round(trained), "count"),
         Figure("trajectories_per_s", "trajectories a second", _ratio(trained, stepping), "rate", 1),
         Figure(

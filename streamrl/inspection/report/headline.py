@@ -198,7 +198,7 @@ def _reward_tile(record: RunRecord) -> Tile:
 def _steps_tile(record: RunRecord, figures: Mapping[str, Figure]) -> Tile:
     planned = record.settings.get("training.max_steps")
     of = f" of {planned:,}" if isinstance(planned, int) and planned != figures["steps"].value else ""
-    return Tile("optimizer steps", f"{_text(figures, 'steps')}{of}", f"in {_text(figures, 'train_seconds')}")
+    return Tile("optimizer steps", f"{_text(figures, 'steps')}{of}", f"in {_text(figures, 'step_seconds')} of steps")
 
 
 def _staleness_tile(record: RunRecord, figures: Mapping[str, Figure]) -> Tile:

@@ -4,7 +4,10 @@ import pytest
 
 from streamrl.bus.history import BusHistory
 from streamrl.bus.port import Outgoing
+from streamrl.inspection.dashboard.records import history_json
 from streamrl.inspection.replay.history import HistoryReader
+from streamrl.inspection.replay.show import history_text
+from streamrl.inspection.replay.view import number
 from streamrl.observability.record_index.following import IndexFollower
 from streamrl.observability.record_index.store import RecordIndex
 from streamrl.schemas.control import WeightsReady, control_key
@@ -45,6 +48,12 @@ async def test_a_history_goes_from_the_order_to_the_weights_in_use(tmp_path: Pat
     await send(run, HEARTBEATS.name, heartbeat("w1", version=PolicyVersion(1, 1), sent_at=4e9 + 2.5), "w1")
     history = await tracer(run).trace("p/0/0/1")
     assert history.trajectory.trajectory_id == "p/0/0/1"
+    report = next(report for report in run.harness.reports() if "p/0/0" in report.group_ids)
+    refs = [ref.trajectory_id for ref in report.trained_refs]
+    assert history.advantage == report.advantages[refs.index("p/0/0/1")] != 0.0
+    shown = history_json(history, "#{}".format, "run")
+    assert shown["advantage"] == history.advantage
+    assert f"advantage: {number(history.advantage)}" in history_text(history, "#{}".format).plain
     assert [event.what for event in history.events] == [
         "ordered", "ordered", "started", "finished", "appended", "trained", "reported", "weights announced",
         "weights in use",

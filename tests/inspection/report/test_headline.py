@@ -127,7 +127,7 @@ def test_every_run_has_six_tiles_that_name_what_they_compare_with() -> None:
     assert [tuple(tile) for tile in tiles] == [
         ("pass@1, held out", "0.750", "+0.500 against step 0"),
         ("reward, last 5 steps", "18.000", "+15.000 against the first 5 steps"),
-        ("optimizer steps", "20", "in 20.0 s"),
+        ("optimizer steps", "20", "in 20.0 s of steps"),
         ("trajectories/s", "8", "80 completion tokens/s, start-up excluded"),
         ("staleness, mean steps", "0.5", "at most 2, 2 allowed"),
         ("skipped", "20.0%", "40 trajectories; audit: nothing lost"),

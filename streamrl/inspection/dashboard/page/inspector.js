@@ -65,9 +65,10 @@ function samples(found) {
   const rows = found.samples.map((each) => el("tr", {}, el("td", {}, el("button", { type: "button", class: "id", onclick: () => inspect(each.id) }, each.id)),
     el("td", { class: "num" }, each.length === undefined ? "–" : String(each.length)),
     el("td", {}, Object.entries(each.rewards ?? {}).map(([name, value]) => `${name} ${value === null ? "–" : short(value)}`).join(", ") || "–"),
+    el("td", { class: "num" }, typeof each.advantage === "number" ? short(each.advantage) : "–"),
     el("td", {}, each.worker ?? "does not decode"), el("td", {}, el("span", { class: `chip ${tone(each.fate)}` }, each.fate))));
-  const coming = found.awaited.map((id) => el("tr", {}, el("td", {}, id), el("td"), el("td"), el("td", {}, found.workers.join(", ")), el("td", {}, el("span", { class: "chip" }, "ordered"))));
-  const head = ["sample", "tokens", "reward", "worker", "fate"].map((name) => el("th", { scope: "col" }, name));
+  const coming = found.awaited.map((id) => el("tr", {}, el("td", {}, id), el("td"), el("td"), el("td"), el("td", {}, found.workers.join(", ")), el("td", {}, el("span", { class: "chip" }, "ordered"))));
+  const head = ["sample", "tokens", "reward", "advantage", "worker", "fate"].map((name) => el("th", { scope: "col" }, name));
   return el("table", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...rows, ...coming));
 }
 
@@ -115,6 +116,7 @@ function turns(life) {
 
 function rewards(life) {
   const rows = Object.entries(life.rewards).map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", { class: "num" }, value === null ? "–" : short(value)), el("td", { class: "text" }, life.reward_errors[name] ?? "")));
+  if (life.advantage !== null) rows.push(el("tr", {}, el("th", { scope: "row" }, "advantage"), el("td", { class: "num" }, short(life.advantage)), el("td", { class: "text" }, "within its group")));
   return rows.length ? el("table", { class: "scores" }, el("tbody", {}, ...rows)) : el("p", { class: "empty" }, "no reward");
 }
 
