@@ -46,7 +46,7 @@ WHOLE_RUNS = """
 
 - `trajectories`, `trajectories_per_s`, `tokens_per_s` (tokens of completions), `staleness_mean`, `staleness_max` and
   `trainer_wait_share` are over all optimizer steps; rates are over the time of the steps (`step_seconds`);
-- `reward_first` and `reward_last` are means over the first and the last five steps;
+- `reward_first` and `reward_last` are means over the first and the last `reward_steps` steps, at most five;
 - `skipped` counts by reason.
 
 `metrics.jsonl`, trackers and `streamrl_step_metric` hold each step's figures under TRL's names: `reward`,
