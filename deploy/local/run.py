@@ -60,11 +60,10 @@ from streamrl.observability.metrics.tracking import check_installed
 from streamrl.observability.record_index.entries import Fold
 from streamrl.observability.record_index.following import IndexFollower
 from streamrl.observability.run_state.feed import WHOLE_RUN, RunFeed
-from streamrl.observability.run_state.state import RunState
 from streamrl.producers.prompts.tables import check_path
 from streamrl.schemas import stopping
 from streamrl.schemas.errors import ModelError, UserError
-from streamrl.settings.features import features, run_parts, standbys
+from streamrl.settings.features import features, standbys
 from streamrl.settings.loading import as_toml, secret_variables
 from streamrl.settings.placement import Placement, for_machine, place
 from streamrl.settings.run_directory import RunDirectory, named
@@ -282,8 +281,8 @@ async def _train_until(
         specs.append(making.audit(address))
     supervisor = Supervisor(specs, settings.run.max_restarts)
     bus, run = KafkaBus(kafka), settings.run.name
-    state = RunState(run, settings.rewards.weight_by_name, run_parts(run))
     connection = RunConnection(kafka, run, settings)
+    state = connection.new_state()
     feed = await feed_of(connection, state, CLIENT_ID, lambda: REFRESH_S, WHOLE_RUN)
     print(f"broker {address}; join with: streamrl worker --run {directory.path}")
     for line in (line for feature in features() for line in feature.start.lines(settings)):

@@ -40,9 +40,6 @@ class EnvironmentSettings(Section):
             "usual ones."
         ),
     ] = ()
-    max_memory_bytes: Annotated[
-        int | None, Field(ge=256 << 20, description="Largest address space of an environment's process.")
-    ] = None
     gateway: Annotated[
         str | None, Field(description="Address of the gateway, such as http://host:8000; unset: the run's own.")
     ] = None
@@ -74,7 +71,6 @@ class EnvironmentSettings(Section):
             timeout_s=self.episode_timeout_s,
             concurrency=min(1024, self.max_concurrent),
             environment=self.environment,
-            max_memory_bytes=self.max_memory_bytes,
         )
 
 

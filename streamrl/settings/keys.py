@@ -59,6 +59,7 @@ REMOVED = {
     # [environments]
     "environments.episodes_per_task": "always loop.num_generations",
     "environments.load_timeout_s": "an environment always has 600 s to load",
+    "environments.max_memory_bytes": "an environment's process has no limit of its own; a container can limit it",
     # [evaluation]
     "evaluation.patience_s": "a finished run always waits up to 30 minutes for the last evaluation",
     "evaluation.share": "evaluation always takes at most an eighth of a worker's slots",
@@ -101,6 +102,7 @@ REMOVED = {
     "kafka.max_batch_bytes": "always 512 KiB",
     "kafka.max_in_flight_bytes": "always 64 MiB",
     "kafka.connect_timeout_ms": "always 4 s",
+    "kafka.delivery_timeout_ms": "always twice kafka.request_timeout_ms",
     "kafka.transaction_timeout_ms": "always 10 s",
     "kafka.stall_timeout_ms": "always 20 s",
     "kafka.max_client_restarts": "always 3",

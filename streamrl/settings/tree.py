@@ -64,6 +64,14 @@ class RunSettings(Section):
         Field(description="Whether `streamrl run` starts the trainer; if false, start `streamrl trainer` elsewhere."),
     ] = True
     max_restarts: Annotated[int, Field(ge=0, description="Restarts of one process before the run gives up.")] = 5
+    stall_s: Annotated[
+        float,
+        Field(
+            gt=0,
+            description="Seconds without a step after which a warning says what the run waits for; never before five "
+            "usual steps.",
+        ),
+    ] = 120.0
     log_files: Annotated[
         bool,
         Field(

@@ -57,7 +57,7 @@ async def test_a_broker_that_hangs_loses_nothing_and_confirms_nothing_falsely(
     faulty: FaultyCluster, topic: str, seconds: int
 ) -> None:
     loop = asyncio.get_running_loop()
-    bus = KafkaBus(KafkaSettings(bootstrap_servers=faulty.bootstrap_servers, delivery_timeout_ms=8_000))
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=faulty.bootstrap_servers, request_timeout_ms=4_000))
     traffic = Traffic(bus, topic)
     await traffic.start()
     await traffic.flowing_after(loop.time(), 10)

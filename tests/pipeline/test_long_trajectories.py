@@ -63,7 +63,7 @@ async def bus(request: pytest.FixtureRequest) -> tuple[Bus, str]:
     servers = request.getfixturevalue("bootstrap_servers")
     await apply_topics(servers, run, LOOP.trajectory_partitions)
     # The broker may have to wait for a processor.
-    patient = {"request_timeout_ms": 60_000, "delivery_timeout_ms": 120_000}
+    patient = {"request_timeout_ms": 60_000}
     settings = {"bootstrap_servers": servers, "compression_type": request.param, **patient}
     return KafkaBus(KafkaSettings.model_validate(settings), limits=ClientLimits(connect_timeout_s=60.0)), run
 

@@ -40,6 +40,8 @@ from streamrl.schemas.errors import BusError, BusUnavailable, DeliveryUnknown
 
 CLOSE_FLUSH_S = 10.0
 STOP_TIMEOUT_S = 2.0
+REQUESTS_PER_DELIVERY = 2
+"""Request time-outs after which a send's outcome is unknown: time for a second attempt. It may still arrive."""
 # Seconds after which an open batch takes no more records. The batch's deadline runs from its first record, so a later
 # record gets less than its whole delivery deadline. A second is short compared to the shortest deadline in use, and far
 # longer than a batch lingers.
@@ -72,6 +74,7 @@ class KafkaPublisher:
         self._limits = limits
         # An acknowledgement may take one request time-out longer than progress.
         self._stall_timeout_s = limits.stall_timeout_s + settings.request_timeout_ms / 1000
+        self._delivery_timeout_s = REQUESTS_PER_DELIVERY * settings.request_timeout_ms / 1000
         self._client_id = client_id
         self._space = BufferSpace(limits.max_in_flight_bytes)
         self._counts: dict[str, int] = {}
@@ -121,10 +124,10 @@ class KafkaPublisher:
 
     async def _wait_for_room(self, size: int) -> None:
         try:
-            await self._space.wait(size, self._settings.delivery_timeout_ms / 1000)
+            await self._space.wait(size, self._delivery_timeout_s)
         except TimeoutError as error:
             raise BusUnavailable(
-                f"expected buffer space for {size} bytes, got none in {self._settings.delivery_timeout_ms} ms: "
+                f"expected buffer space for {size} bytes, got none in {self._delivery_timeout_s:g} s: "
                 f"{self._settings.bootstrap_servers} has not acknowledged the {self._space.used} bytes already waiting"
             ) from error
 
@@ -168,7 +171,7 @@ class KafkaPublisher:
 
     def _new_batch(self, partition: TopicPartition) -> "RecordBatch":
         builder = new_builder(self._limits.max_batch_bytes, self._settings.compression_type)
-        return RecordBatch(builder, partition, self._settings.delivery_timeout_ms / 1000)
+        return RecordBatch(builder, partition, self._delivery_timeout_s)
 
     async def _send(self, batch: "RecordBatch") -> None:
         producer: AIOKafkaProducer | None = None
@@ -246,7 +249,7 @@ class KafkaPublisher:
             self._producer, self._is_broken = None, False
             log.warning("publisher reconnects with a new producer", client_id=self._client_id)
             # In the background and with patience: its batches for other partitions may still be acknowledged.
-            task = asyncio.create_task(stop(producer, self._settings.delivery_timeout_ms / 1000))
+            task = asyncio.create_task(stop(producer, self._delivery_timeout_s))
             self._retiring[task] = producer
             task.add_done_callback(self._retiring.pop)
 

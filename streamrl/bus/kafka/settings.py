@@ -28,10 +28,6 @@ class KafkaSettings(Section):
     request_timeout_ms: Annotated[
         int, Field(ge=1000, description="Most milliseconds to wait for the answer to a request.")
     ] = 15_000
-    delivery_timeout_ms: Annotated[
-        int,
-        Field(ge=1000, description="Milliseconds after which a send's outcome is unknown; it may still arrive."),
-    ] = 30_000
     replication_factor: Annotated[
         int | None, Field(ge=1, description="Replicas of each new topic; none: one per broker, at most three.")
     ] = None

@@ -52,7 +52,6 @@ from streamrl.observability.run_state.state import RunState
 from streamrl.schemas import stopping
 from streamrl.schemas.errors import StreamRLError, UserError
 from streamrl.schemas.hosts import is_own_host
-from streamrl.settings.features import run_parts
 
 JSON = "application/json"
 # No inline script, no form and no frame around the page: markup smuggled in by a completion could do nothing.
@@ -322,7 +321,7 @@ async def _serve(connection: RunConnection, where: Path | None, host: str, port:
 async def _serve_until(
     stop: asyncio.Event, connection: RunConnection, where: Path | None, host: str, port: int, *, open_browser: bool
 ) -> None:
-    state, pace = RunState(connection.run, connection.reward_weights, run_parts(connection.run)), Pace()
+    state, pace = connection.new_state(), Pace()
     context = DashboardContext(
         connection.bus,
         state,

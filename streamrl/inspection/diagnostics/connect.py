@@ -16,9 +16,11 @@ from streamrl.bus.embedded.detached import running_bootstrap_servers
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.inspection.source import RUNS, PastRun, directory_of, nodes_of, open_run, own_broker
+from streamrl.observability.run_state.state import STALL_S, RunState
 from streamrl.schemas.errors import SettingsError, UserError
 from streamrl.schemas.identifiers import is_plain_name, policy_in, scope_of
 from streamrl.schemas.topics import STEPS, TRAJECTORIES, Topic
+from streamrl.settings.features import run_parts
 from streamrl.settings.layers import from_environment
 from streamrl.settings.run_directory import RunDirectory
 from streamrl.settings.tree import Settings
@@ -83,6 +85,11 @@ class RunConnection:
     def reward_weights(self) -> Mapping[str, float]:
         """Weights of the run's reward functions by name; empty if its settings are unknown, then each has weight 1."""
         return {} if self.settings is None else self.settings.rewards.weight_by_name
+
+    def new_state(self) -> RunState:
+        """The state of the run before any record is read."""
+        stall_s = STALL_S if self.settings is None else self.settings.run.stall_s
+        return RunState(self.run, self.reward_weights, run_parts(self.run), stall_s)
 
     def name_of(self, topic: Topic) -> str:
         """Full name of one of the run's topics."""

@@ -38,7 +38,7 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.plain_text import plain_lines
 from streamrl.schemas.reports import Heartbeat, WorkerState
 from streamrl.schemas.topics import CONTROL, DEAD_LETTERS, EVALUATIONS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, Topic
-from streamrl.settings.features import awaited, run_parts
+from streamrl.settings.features import awaited
 
 STEPS_READ, SKIPS_READ = 20, 500
 """Newest records that are read: enough steps for the rate of the last ten, even if a resumed trainer has undone some,
@@ -146,7 +146,7 @@ async def read_status(connection: RunConnection) -> RunStatus:
     if connection.settings is not None and awaited(connection.settings) is not None:
         control += [record async for record in history.records(connection.name_of(EVALUATIONS))]
     # In the order of time, as a display that followed the run would have read them.
-    state = RunState(connection.run, connection.reward_weights, run_parts(connection.run))
+    state = connection.new_state()
     state.observe_records(sorted([*steps, *skips, *beats, *control], key=lambda record: record.timestamp))
     for topic in sorted(topic for part in state.parts for topic in part.warning_topics):
         state.observe_records(await newest_records(history, topic, await history.extents(topic), 1))

@@ -31,7 +31,7 @@ from streamrl.schemas.extras import require_extra
 from streamrl.schemas.plain_text import plain_text
 from streamrl.schemas.topics import TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
-from streamrl.settings.features import feature_sections, run_parts
+from streamrl.settings.features import feature_sections
 
 CLIENT_ID = "streamrl-top"
 CATCHING_UP_S = 0.05
@@ -66,15 +66,11 @@ def show_top(connection: RunConnection, where: Path | None, options: LineOptions
     return 0
 
 
-def _state_of(connection: RunConnection) -> RunState:
-    return RunState(connection.run, connection.reward_weights, run_parts(connection.run))
-
-
 async def _show(connection: RunConnection, where: str, options: LineOptions, *, on_screen: bool) -> int:
     connection = await connection.with_run()
     stop = asyncio.Event()
     pace_s = Pace().seconds if on_screen else lambda: options.interval_s
-    feed = await feed_of(connection, _state_of(connection), CLIENT_ID, pace_s)
+    feed = await feed_of(connection, connection.new_state(), CLIENT_ID, pace_s)
     reading = asyncio.create_task(feed.run(stop))
     shown = _on_screen(connection, feed, where or connection.run, stop) if on_screen else _in_lines(feed, options, stop)
     showing = asyncio.create_task(shown)

@@ -56,8 +56,10 @@ FINISHED_PREFIX = "kafka/finished/bucket_"
 SKIPPED_PREFIX = "ledger/skipped/"
 SHOWN_TRAJECTORIES = NEWEST
 _DIGITS = re.compile(r"\d")
-STALLED_S, STALLED_STEPS = 120.0, 5
-"""Seconds without a step, and number of usual steps in that time, after which a warning says what the run waits for."""
+STALL_S = 120.0
+"""Default of ``run.stall_s``, for runs whose settings are unknown."""
+STALLED_STEPS = 5
+"""Usual steps that must have had time before a warning says what the run waits for: a slow run is not stalled."""
 STALLED_SKIPS, SKIPPING_S = 100, 10.0
 """If so many trajectories were skipped since the last step, the warning comes after fewer seconds and says why."""
 FLAT_STEPS = 10
@@ -206,12 +208,14 @@ class RunState:
     """The state of a run. ``run_state.figures`` has its figures, and ``run_state.snapshot`` all of it as plain data.
 
     ``reward_weights``: weights of the run's reward functions, as far as they are known; the default is 1. ``parts``:
-    the parts of optional features. ``read_at``: when the topics were last read to their ends, in epoch seconds.
+    the parts of optional features. ``stall_s``: seconds without a step after which a warning says what the run waits
+    for. ``read_at``: when the topics were last read to their ends, in epoch seconds.
     """
 
     run: str
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     parts: tuple[RunPart, ...] = ()
+    stall_s: float = STALL_S
     progress: RunProgress = field(default_factory=RunProgress)
     learning: LearningHistory = field(default_factory=LearningHistory)
     processes: ProcessActivity = field(default_factory=ProcessActivity)
@@ -391,7 +395,7 @@ class RunState:
         if step_at is None or now - step_at < (STALLED_STEPS / pace if pace else 0.0):
             return None
         if skipped.total() < STALLED_SKIPS:
-            if now - step_at < STALLED_S:
+            if now - step_at < self.stall_s:
                 return None
             cause = waiting_for(self.progress.mode, self.living_workers(now), sum(self.lag.values()))
             return f"no step for {now - step_at:.0f} s: {cause}"

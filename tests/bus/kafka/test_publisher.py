@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 from streamrl.bus.embedded.cluster import Cluster, start_cluster
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.limits import ClientLimits
+from streamrl.bus.kafka.publisher import REQUESTS_PER_DELIVERY
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.port import Outgoing, Position, Record
 from streamrl.schemas.errors import BusError, BusUnavailable, DeliveryUnknown
@@ -25,7 +26,8 @@ async def topic(bootstrap_servers: str) -> str:
     return await new_topic(bootstrap_servers, "publisher", 2)
 
 
-DELIVERY_MS = 4000
+REQUEST_MS = 2000
+DELIVERY_S = REQUESTS_PER_DELIVERY * REQUEST_MS / 1000
 """Of those who send while the broker is away; what they send before has to arrive in it, on a busy machine too."""
 
 
@@ -254,13 +256,13 @@ async def test_while_the_broker_is_away_all_calls_end_in_time_and_once_it_is_bac
 
 
 async def a_send_past_its_deadline_is_unknown_and_still_arrives_in_order(outage: Outage, topic: str) -> None:
-    bus = KafkaBus(settings(outage.servers, delivery_timeout_ms=DELIVERY_MS, request_timeout_ms=2000))
+    bus = KafkaBus(settings(outage.servers, request_timeout_ms=REQUEST_MS))
     publisher = await bus.publisher("writer")
     await publisher.publish(Outgoing(topic, b"0", None, 0))
     await outage.begins()
     lost = await publisher.submit(Outgoing(topic, b"1", None, 0))
     with pytest.raises(DeliveryUnknown, match="same ids"):
-        await within(lost, DELIVERY_MS / 1000 + 2)
+        await within(lost, DELIVERY_S + 2)
     await outage.ends()
     async with patience(20):
         while True:
@@ -277,7 +279,7 @@ async def a_send_past_its_deadline_is_unknown_and_still_arrives_in_order(outage:
 
 async def buffer_space_runs_out_within_the_deadline(outage: Outage, topic: str) -> None:
     bus = KafkaBus(
-        settings(outage.servers, delivery_timeout_ms=DELIVERY_MS), limits=ClientLimits(max_in_flight_bytes=1 << 20)
+        settings(outage.servers, request_timeout_ms=REQUEST_MS), limits=ClientLimits(max_in_flight_bytes=1 << 20)
     )
     publisher = await bus.publisher("writer")
     await publisher.publish(Outgoing(topic, b"0", None, 0))
@@ -290,13 +292,13 @@ async def buffer_space_runs_out_within_the_deadline(outage: Outage, topic: str) 
                 futures.append(await publisher.submit(Outgoing(topic, bytes(700_000), None, 0)))
     for future in futures:
         with pytest.raises(BusError):
-            await within(future, DELIVERY_MS / 1000 + 2)
+            await within(future, DELIVERY_S + 2)
     await within(publisher.close(), 10)
     await outage.ends()
 
 
 async def close_is_bounded(outage: Outage, topic: str) -> None:
-    bus = KafkaBus(settings(outage.servers, delivery_timeout_ms=DELIVERY_MS))
+    bus = KafkaBus(settings(outage.servers, request_timeout_ms=REQUEST_MS))
     publisher, subscription = await bus.publisher("writer"), await bus.subscribe([topic], client_id="reader")
     await publisher.publish(Outgoing(topic, b"0", None, 0))
     await outage.begins()

@@ -22,7 +22,7 @@ SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "loop": {"groups_per_step": GROUPS_PER_STEP, "heartbeat_timeout_s": 4.0},
     "generation": {"max_num_seqs": 16},
     "training": {"max_steps": MAX_STEPS, "checkpoint_every": 3},
-    "kafka": {"request_timeout_ms": 4000, "delivery_timeout_ms": 8000},
+    "kafka": {"request_timeout_ms": 4000},
 }
 
 DURABLE: Mapping[str, Any] = {"partial_trajectories": "durable"}

@@ -4,9 +4,13 @@ from typing import Any
 
 import pytest
 
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.inspection.diagnostics.connect import RunConnection
 from streamrl.observability.run_state.stalls import waiting_for
-from streamrl.observability.run_state.state import STALLED_S, RunState
+from streamrl.observability.run_state.state import STALL_S, RunState
 from streamrl.schemas.reports import Heartbeat, StepReport, WorkerState
+from streamrl.settings.loading import validated
+from streamrl.settings.tree import RunSettings
 from tests.schemas.examples import examples
 
 
@@ -36,10 +40,23 @@ def test_a_run_without_a_step_for_two_minutes_says_what_it_waits_for() -> None:
     state, report = RunState("r"), examples()["step-report"]
     assert isinstance(report, StepReport)
     state.observe_message(report.replace(sent_at=1000.0, policy=None, finished=False))
-    assert state.warning(1000.0 + STALLED_S - 1) is None
-    warning = state.warning(1000.0 + STALLED_S)
+    assert state.warning(1000.0 + STALL_S - 1) is None
+    warning = state.warning(1000.0 + STALL_S)
     assert warning is not None
     assert warning.startswith("no step for 120 s: no worker is alive")
+
+
+def test_the_time_until_a_run_is_stalled_is_a_setting() -> None:
+    settings = validated({"model": {"path": "m"}, "data": {"dataset": "chain_sum"}, "run": {"stall_s": 7}})
+    state, report = RunConnection(settings.kafka, "r", settings).new_state(), examples()["step-report"]
+    assert isinstance(report, StepReport)
+    state.observe_message(report.replace(sent_at=1000.0, policy=None, finished=False))
+    assert state.warning(1006.0) is None
+    assert (state.warning(1007.0) or "").startswith("no step for 7 s")
+
+
+def test_without_settings_the_default_counts() -> None:
+    assert RunConnection(KafkaSettings(), "r").new_state().stall_s == RunSettings().stall_s
 
 
 def test_a_run_whose_steps_take_long_is_not_stalled_after_two_minutes() -> None:
