@@ -1,5 +1,6 @@
 """Coordinator → all processes, on the compacted control topic: a tagged union. The last message of a key is valid."""
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter
@@ -198,7 +199,9 @@ class RunIdentity(Message):
     Trajectories sampled by weights of lineages up to ``orphans_through`` are skipped, because the run continued without
     those weights. ``holder`` is host and directory, for people. ``wire`` is the newest wire version of a trainer that
     has owned the run. ``lineage`` is the newest lineage that was assigned, 0 for none. ``claim_id`` names its claim,
-    which its checkpoints hold too, because two places may claim the same number.
+    which its checkpoints hold too, because two places may claim the same number. ``task`` has fingerprints of all that
+    says what a trajectory means, such as prompts and reward code, by name; empty: not known. Trajectories sampled by
+    weights of lineages up to ``changed_through`` were sampled before the task last changed.
     """
 
     SCHEMA: ClassVar[str] = "run-identity"
@@ -212,6 +215,23 @@ class RunIdentity(Message):
     since: float
     lineage: Annotated[int, Field(ge=0)] = 0
     claim_id: ShortText = ""
+    task: dict[ShortText, ShortText] = Field(default_factory=dict)
+    changed_through: Annotated[int, Field(ge=0)] = 0
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether every trajectory so far was sampled before the task changed: no trainer has started since."""
+        return self.changed_through >= max(1, self.lineage)
+
+    def with_task(self, task: Mapping[str, str], lineage: int) -> "RunIdentity":
+        """The identity of a start with this task; ``lineage``: the newest on the topics.
+
+        If the fingerprint of a part that was known before differs, the task has changed. Parts that are not known now
+        keep their fingerprints.
+        """
+        changed = any(self.task.get(name, found) != found for name, found in task.items())
+        through = lineage if changed else self.changed_through
+        return self.replace(task=self.task | dict(task), changed_through=through)
 
     def has_same_owner_as(self, other: "RunIdentity") -> bool:
         """Whether both name the same run with the same owner."""

@@ -293,6 +293,7 @@ class SkipReason(StrEnum):
     ORPHAN_LINEAGE = "orphan_lineage"
     RETENTION_EXPIRED = "retention_expired"
     BEFORE_ATTACH = "before_attach"
+    TASK_CHANGED = "task_changed"
     OTHER = "other"
 
     @classmethod

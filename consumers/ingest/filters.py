@@ -29,12 +29,17 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class IntakeRules:
-    """Which samples of the stream may be trained. ``orphans_through``: lineages up to it are skipped; 0: none."""
+    """Which samples of the stream may be trained.
+
+    ``orphans_through``, ``changed_through``: lineages up to these are skipped, because the run restarted without them,
+    or because its task changed after them; 0: none.
+    """
 
     loop: LoopSettings
     settings: IngestSettings
     reward_weights: Mapping[str, float]
     orphans_through: int = 0
+    changed_through: int = 0
     limits: IntakeLimits = LIMITS
 
 
@@ -48,7 +53,7 @@ class TrajectoryFilter:
     def __init__(self, rules: IntakeRules, versions: CountedVersions, ledger: Ledger, metrics: IngestMetrics) -> None:
         limits = rules.limits
         self._versions = versions
-        self.rule = StalenessRule(versions.max_age, rules.orphans_through, versions.unit)
+        self.rule = StalenessRule(versions.max_age, rules.orphans_through, versions.unit, rules.changed_through)
         self._max_wait_steps = 2 * (rules.loop.staleness_bound + 1)
         self.assembler = GroupAssembler()
         self._weights = rules.reward_weights
@@ -179,33 +184,42 @@ class StalenessRule:
     """Which samples are too old. ``max_staleness``: in ``unit``, the unit of ages.
 
     ``orphans_through``: all weights of lineages up to this one are orphaned, because the run restarted without them.
-    Weights that were lost when a trainer crashed are like any others: importance weights correct their samples.
+    Weights that were lost when a trainer crashed are like any others: importance weights correct their samples. No
+    weight corrects a reward, though: ``changed_through`` is the last lineage before prompts, rewards or sampling
+    changed.
     """
 
     max_staleness: int
     orphans_through: int = 0
     unit: str = "steps of staleness"
+    changed_through: int = 0
 
     def violation(self, trajectory: Trajectory, current: PolicyVersion) -> tuple[SkipReason, str] | None:
         """Why the trajectory must be skipped; None if it may be trained."""
-        if self.orphans_through and self.is_before_restart(trajectory):
+        lineage = first_lineage(trajectory)
+        if self.orphans_through and lineage <= self.orphans_through:
             return (
                 SkipReason.ORPHAN_LINEAGE,
                 f"sampled by {trajectory.newest_version}, the run restarted without lineages to {self.orphans_through}",
+            )
+        if self.changed_through and lineage <= self.changed_through:
+            return (
+                SkipReason.TASK_CHANGED,
+                f"sampled by {trajectory.oldest_version}, before prompts, rewards or sampling changed after lineage "
+                f"{self.changed_through} (ingest.on_change)",
             )
         age = staleness(trajectory, current)
         if age > self.max_staleness:
             return SkipReason.STALE, f"expected at most {self.max_staleness} {self.unit}, got {age}"
         return None
 
-    def is_before_restart(self, trajectory: Trajectory) -> bool:
-        """Whether weights of lineages up to ``orphans_through`` sampled some of its tokens, or admitted it."""
-        spans = trajectory.version_spans
-        # A completion without tokens counts with the weights that it was admitted with. So does an arm's, whose spans
-        # are versions of another policy.
-        admitted = [trajectory.admitted_version.lineage]
-        lineages = admitted if trajectory.policy else [span.version.lineage for span in spans] or admitted
-        return min(lineages) <= self.orphans_through
+
+def first_lineage(trajectory: Trajectory) -> int:
+    """The first lineage whose weights sampled some of its tokens."""
+    # A completion without tokens counts with the weights that it was admitted with. So does an arm's, whose spans are
+    # versions of another policy.
+    version = trajectory.admitted_version if trajectory.policy else trajectory.oldest_version
+    return version.lineage
 
 
 def staleness(trajectory: Trajectory, current: PolicyVersion) -> int:

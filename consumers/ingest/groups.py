@@ -19,6 +19,9 @@ from streamrl.schemas.identifiers import make_trajectory_id
 from streamrl.schemas.reports import RecordRef, SkipReason
 from streamrl.schemas.trajectories import Trajectory
 
+OUTDATED = frozenset({SkipReason.STALE, SkipReason.TASK_CHANGED})
+"""Reasons of one sample for which its whole group is skipped: too old, or sampled for another task."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
@@ -58,10 +61,10 @@ class ClosedGroup:
         return len(self.group.samples) >= min(2, self.wanted)
 
     @property
-    def stale(self) -> Rejection | None:
-        """A sample that was too old when it was read, if there is one: then the whole group is skipped as stale."""
+    def outdated(self) -> Rejection | None:
+        """A sample that was outdated when it was read, if there is one: then the whole group is skipped like it."""
         # Long completions are the first to be too old. A baseline over the rest would be biased towards short ones.
-        return next((rejection for rejection in self.rejections if rejection.reason is SkipReason.STALE), None)
+        return next((rejection for rejection in self.rejections if rejection.reason in OUTDATED), None)
 
 
 @dataclass(slots=True)

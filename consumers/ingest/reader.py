@@ -210,18 +210,18 @@ class TrajectoryReader:
 
     def _close_group(self, closed: ClosedGroup) -> None:
         self.ledger.hold(closed)
-        if (stale := closed.stale) is not None:
-            self._age_out(closed.group, stale)
+        if (outdated := closed.outdated) is not None:
+            self._skip_outdated(closed.group, outdated)
         elif closed.is_usable:
             self._ready.push(closed.group)
             self._arrived.set()
         else:
             self.ledger.mark_skipped(closed.group, SkipReason.GROUP_INCOMPLETE, closed.shortfall)
 
-    def _age_out(self, group: Group, stale: Rejection) -> None:
-        """Skip all remaining samples of the group, because one of its samples is too old."""
-        detail = f"{stale.ref.trajectory_id} is too old, and its group with it: {stale.detail}"
-        self.ledger.mark_skipped(group, stale.reason, detail)
+    def _skip_outdated(self, group: Group, outdated: Rejection) -> None:
+        """Skip all remaining samples of the group, because one of its samples is outdated."""
+        detail = f"{outdated.ref.trajectory_id} is outdated, and its group with it: {outdated.detail}"
+        self.ledger.mark_skipped(group, outdated.reason, detail)
 
     async def _outdated_groups(self, subscription: Subscription) -> list[ClosedGroup]:
         if not self._versions.moves_alone:
@@ -273,9 +273,9 @@ class TrajectoryReader:
             raise self._ended_by
         while self._ready and self._caught_up and not self._withheld:
             group = self._ready.pop(places)
-            if (stale := self._filter.outdated(group)) is None:
+            if (outdated := self._filter.outdated(group)) is None:
                 return group
-            self._age_out(group, stale)
+            self._skip_outdated(group, outdated)
         # No await since the check above, so no arrival is missed in between.
         self._arrived.clear()
         return None

@@ -91,6 +91,14 @@ class IngestSettings(Section):
             "checkpoint's: finished trajectories are found by their names. No effect on the checkpoint's own cluster."
         ),
     ] = False
+    on_change: Annotated[
+        Literal["skip", "train"],
+        Field(
+            description="In a run that is continued after prompts, reward code, sampling or the model changed: what "
+            "happens to trajectories that were sampled before. skip: they are skipped as task_changed, because they "
+            "were rewarded for another task; train: they are trained. After other changes they are always trained."
+        ),
+    ] = "skip"
     max_unrewarded_share: Annotated[
         float, Field(gt=0, le=1, description="Share of failed rewards in the last 1000 trajectories that stops a run.")
     ] = 0.2

@@ -18,7 +18,7 @@ import shlex
 import socket
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -107,6 +107,7 @@ class Start:
 
     ``here``: the identity in the directory. ``fresh``: the identity that the directory gets if it has none.
     ``servers``: the broker as the user named it, None if not named. ``directory``: the parent of runs' directories.
+    ``task``: see ``RunIdentity``; empty: the start does not know it.
     """
 
     run: str
@@ -117,6 +118,7 @@ class Start:
     adopt: bool = False
     servers: str | None = None
     directory: Path = RUNS
+    task: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def deletion(self) -> str:
@@ -136,7 +138,7 @@ def decide(start: Start) -> RunIdentity:
     """
     if start.topics.identity is not None:
         check_wire_version(f"the trainers of run {start.run}", start.topics.identity.wire)
-    identity = _decided(start)
+    identity = _decided(start).with_task(start.task, start.topics.lineage)
     # The newest wire version of all holders: their messages are still on the topics.
     return identity.replace(wire=max(identity.wire, WIRE_VERSION))
 
@@ -255,7 +257,7 @@ class IdentityKeeper:
     """Keeps one directory's hold on the name of a run; ``identity``: the identity held.
 
     ``servers``: the broker as the user named it, for messages. ``run_id``: the run that the directory must belong to;
-    empty: it may choose.
+    empty: it may choose. ``task``: see ``RunIdentity``; only the start that begins or continues the run knows it.
     """
 
     bus: Bus
@@ -267,6 +269,7 @@ class IdentityKeeper:
     clock: Callable[[], float] = time.time
     holder: str = field(default_factory=lambda: here(Path.cwd()))
     run_id: str = ""
+    task: Mapping[str, str] = field(default_factory=dict)
     identity: RunIdentity | None = field(default=None, init=False)
     _held: LookUp | None = field(default=None, init=False)
 
@@ -384,7 +387,8 @@ class IdentityKeeper:
         # lineage seen on the topic is also seen in the storage, even if another process claims one in between.
         topics = await read_topics(self.bus, self.run)
         checkpoints = await held(topics.identity.lineage if topics.identity is not None else 0)
-        return Start(self.run, self.store.load(), checkpoints, topics, fresh, self.adopt, self.servers, self.directory)
+        asked = self.adopt, self.servers, self.directory, self.task
+        return Start(self.run, self.store.load(), checkpoints, topics, fresh, *asked)
 
     async def _put(self, wanted: RunIdentity, before: RunIdentity | None) -> bool:
         """Put the identity on the topic if that still says ``before``; false: not written, so read and try again."""

@@ -309,9 +309,17 @@ class TrainerSession:
         )
         self.versions = standing.versions(lambda: self.served_version, settings.max_age)
         orphans_through = standing.orphans_through(keeper.identity)
+        changed_through = keeper.identity.changed_through if settings.ingest.on_change == "skip" else 0
         self.reader = TrajectoryReader(
             ReadStream(context.run.bus, context.run.name, context.run.scope, settings.algorithm.name),
-            IntakeRules(settings.loop, settings.ingest, settings.reward_weights, orphans_through, settings.limits),
+            IntakeRules(
+                settings.loop,
+                settings.ingest,
+                settings.reward_weights,
+                orphans_through,
+                changed_through,
+                settings.limits,
+            ),
             self.versions,
             lambda: self.version.number,  # called for each row, since every step changes it
             reader_snapshot(manifest, restored.state.reader if restored else {}, lineage.number),

@@ -13,11 +13,11 @@ from streamrl.inspection.audit.report import AuditReport
 from streamrl.inspection.environment import environment
 from streamrl.inspection.report.gathering import gather_topics
 from streamrl.inspection.report.page import write_page
-from streamrl.inspection.report.record import RunFacts, RunStart, TopicDigest, read_facts, read_record, write_facts
+from streamrl.inspection.report.record import RunFacts, TopicDigest, read_record, write_facts
 from streamrl.inspection.report.summary import build_summary, summary_lines, write_summary
 from streamrl.inspection.source import PastRun
 from streamrl.observability.run_state.state import RunState
-from streamrl.schemas.errors import BrokerError, BusError, DataError, DataLossRefused, StreamRLError, UserError
+from streamrl.schemas.errors import BrokerError, BusError, DataLossRefused, StreamRLError, UserError
 from streamrl.settings.run_directory import RunDirectory
 from streamrl.settings.tree import Settings
 
@@ -67,11 +67,11 @@ def conclude(
     settings: Settings,
     directory: RunDirectory,
     trained: TrainingOutcome,
-    start: RunStart,
+    resumed: int,
     before: Evaluation | None,
     after: Evaluation | None,
 ) -> None:
-    """Write summary, facts and report, and print the summary. ``start``: its step is 0 if it continued from none.
+    """Write summary, facts and report, and print the summary. ``resumed``: the step that it continued from, or 0.
 
     Raises:
         UserError: a file cannot be written; the run itself is complete.
@@ -82,7 +82,7 @@ def conclude(
             engine=settings.generation.engine,
             seed=settings.run.seed,
             run_seconds=trained.seconds,
-            resumed_from=start.step,
+            resumed_from=resumed,
             held_out_prompts=before.prompts if before else None,
             before=before.metrics if before else {},
             after=after.metrics if after else {},
@@ -93,8 +93,7 @@ def conclude(
         write_summary(directory.summary, summary)
         samples = {"before": before.samples if before else [], "after": after.samples if after else []}
         evaluated = {when: tuple(rows) for when, rows in samples.items()}
-        starts = (*_earlier_starts(directory), *([start] if start.step else []))
-        facts = RunFacts(environment=environment(), evaluated=evaluated, starts=starts, topics=trained.topics)
+        facts = RunFacts(environment=environment(), evaluated=evaluated, topics=trained.topics)
         write_facts(directory.gathered, facts)
         # Last, because the page is made from the files written above.
         write_page(directory.report, [read_record(directory, settings.run.name)])
@@ -106,10 +105,3 @@ def conclude(
             f"{directory.path.absolute()}, got: {error.strerror or error}; free space there, then run the same "
             "command again: checkpoints are complete, and no step is taken twice"
         ) from error
-
-
-def _earlier_starts(directory: RunDirectory) -> tuple[RunStart, ...]:
-    try:
-        return read_facts(directory.gathered).starts
-    except DataError:  # the file is replaced now
-        return ()

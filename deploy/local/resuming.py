@@ -19,10 +19,11 @@ from streamrl.schemas.errors import CheckpointError
 from streamrl.settings.differences import PER_RUN_SETTINGS, differing, flat
 from streamrl.settings.loading import as_toml
 from streamrl.settings.run_directory import RunDirectory
+from streamrl.settings.starts import Change, RunInput, RunStart, changed_inputs, read_starts
 from streamrl.settings.tree import Settings
 
 MAX_CHANGES = 5
-"""Most changed settings that the line about a resumed run names."""
+"""Most changes that the line about a resumed run names."""
 
 log = structlog.get_logger()
 
@@ -93,11 +94,33 @@ def complete_line(settings: Settings, step: int) -> str:
     )
 
 
-def resuming_line(step: int, changes: Sequence[str]) -> str:
-    """A line with the step at which the run continues, and the settings that changed since its last start."""
-    more = len(changes) - MAX_CHANGES
-    shown = ", ".join(changes[:MAX_CHANGES]) + (f" and {more} more" if more > 0 else "")
-    return f"continuing from step {step}" + (f"; changed: {shown}" if changes else "")
+def changes_since(settings: Settings, inputs: Sequence[RunInput], directory: RunDirectory) -> list[Change]:
+    """The inputs and settings that differ from those of the run's last start; empty for its first start.
+
+    Inputs come first, because nothing else shows that they changed.
+    """
+    starts = read_starts(directory.starts)
+    before = starts[-1].inputs if starts else {}
+    return [*changed_inputs(before, inputs), *_changed_settings(settings, directory.config)]
+
+
+def resuming_line(start: RunStart) -> str:
+    """A line with the step at which the run continues, what changed, and what becomes of earlier trajectories.
+
+    Empty for a run that starts at step 0 and in which nothing changed.
+    """
+    if not (start.step or start.changed):
+        return ""
+    shown = ", ".join(map(str, start.changed[:MAX_CHANGES]))
+    if (more := len(start.changed) - MAX_CHANGES) > 0:
+        shown += f" and {more} more"
+    changed = f"; changed: {shown}" if start.changed else ""
+    fates = {
+        None: "",
+        "skip": "; trajectories sampled before are skipped (task_changed); ingest.on_change = train trains them",
+        "train": "; trajectories sampled before are trained (ingest.on_change)",
+    }
+    return f"continuing from step {start.step}{changed}{fates[start.earlier_trajectories]}"
 
 
 def storage_of(settings: Settings) -> CheckpointStorage:
@@ -121,11 +144,10 @@ def _is_summarised(settings: Settings, directory: RunDirectory, step: int) -> bo
     return settings.evaluation.function is None or any(key.endswith("_after") for key in summary)
 
 
-def changed_since(kept: Path, settings: Settings) -> list[str]:
-    """The settings that differ from ``kept``, the resolved file of the last start, each with both values."""
+def _changed_settings(settings: Settings, kept: Path) -> list[Change]:
     try:
         trees = tomllib.loads(kept.read_text()), tomllib.loads(as_toml(settings))
     except (OSError, ValueError):
         return []
     differences = differing([flat(tree) for tree in trees], ignored=PER_RUN_SETTINGS)
-    return [f"{key} {before} → {now}" for key, (before, now) in differences]
+    return [Change(key, before, now) for key, (before, now) in differences]

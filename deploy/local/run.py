@@ -10,7 +10,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -28,9 +28,10 @@ from streamrl.consumers.training.identity import IdentityKeeper, here
 from streamrl.consumers.training.identity_store import IdentityFile
 from streamrl.deploy.local.evaluation import Evaluation, evaluate
 from streamrl.deploy.local.fleet import Fleet, RemoteTrainerWatch
+from streamrl.deploy.local.inputs import inputs_of, task_of
 from streamrl.deploy.local.logs import LogRotation
 from streamrl.deploy.local.resuming import (
-    changed_since,
+    changes_since,
     check_checkpoints,
     complete_line,
     final_model,
@@ -55,18 +56,19 @@ from streamrl.inspection.diagnostics.connect import RunConnection
 from streamrl.inspection.diagnostics.feed import feed_of
 from streamrl.inspection.environment import read_machine
 from streamrl.inspection.opening import open_index
-from streamrl.inspection.report.record import RunStart
 from streamrl.observability.metrics.tracking import check_installed
 from streamrl.observability.record_index.entries import Fold
 from streamrl.observability.record_index.following import IndexFollower
 from streamrl.observability.run_state.feed import WHOLE_RUN, RunFeed
 from streamrl.producers.prompts.tables import check_path
 from streamrl.schemas import stopping
+from streamrl.schemas.control import RunIdentity
 from streamrl.schemas.errors import ModelError, UserError
 from streamrl.settings.features import features, standbys
 from streamrl.settings.loading import as_toml, secret_variables
 from streamrl.settings.placement import Placement, for_machine, place
 from streamrl.settings.run_directory import RunDirectory, named
+from streamrl.settings.starts import RunInput, RunStart, append_start
 from streamrl.settings.tree import Settings
 
 if TYPE_CHECKING:
@@ -123,15 +125,11 @@ def run_locally(
     if machine.devices:
         print("\n".join(f"  {line}" for line in placement.lines()))
     with broker_for(settings.kafka.bootstrap_servers, print, directory.kafka) as address:
-        asyncio.run(_claim(settings, address, adopt=adopt))
+        inputs = inputs_of(settings)
+        identity = asyncio.run(_claim(settings, address, task_of(settings, inputs), adopt=adopt))
         # Files are written only after this start holds the run, because processes of a running run read them.
         directory.create()
-        # Compared before the configuration is replaced by this start's.
-        changes = changed_since(directory.config, settings) if resumed else []
-        if resumed:
-            print(resuming_line(resumed, changes))
-        start = RunStart(at=time.time(), step=resumed, changed=tuple(changes))
-        directory.write_config(as_toml(settings))
+        _record_start(settings, directory, inputs, resumed, task_changed=identity.is_changed)
         if prepare_only:
             print(f"run {settings.run.name} is ready for its processes: {address}, {directory.path}/")
             return 0
@@ -141,9 +139,27 @@ def run_locally(
 
     # A broker that was started here is down by now; an evaluation needs none.
     after = _evaluate_model(settings, final_model(settings), "after") if trained.finished else None
-    conclude(settings, directory, trained, start, before, after)
+    conclude(settings, directory, trained, resumed, before, after)
     print(_next_command(directory, finished=trained.finished))
     return _exit_code(trained)
+
+
+def _record_start(
+    settings: Settings, directory: RunDirectory, inputs: Sequence[RunInput], resumed: int, *, task_changed: bool
+) -> None:
+    """Write the settings and the start into the run's directory, and print what changed since the last start."""
+    start = RunStart(
+        at=time.time(),
+        step=resumed,
+        inputs={each.name: each.fingerprint for each in inputs if each.fingerprint is not None},
+        # Before the configuration is replaced, because it has the settings of the last start.
+        changed=tuple(changes_since(settings, inputs, directory)),
+        earlier_trajectories=settings.ingest.on_change if task_changed else None,
+    )
+    if line := resuming_line(start):
+        print(line)
+    append_start(directory.starts, start)
+    directory.write_config(as_toml(settings))
 
 
 def _exit_code(trained: "TrainingOutcome") -> int:
@@ -160,8 +176,8 @@ def _next_command(directory: RunDirectory, *, finished: bool) -> str:
     return f"for more steps: {command} --training.max_steps N" if finished else f"to continue: {command}"
 
 
-async def _claim(settings: Settings, address: str, *, adopt: bool) -> None:
-    """Claim the run's name for this directory, and create its topics.
+async def _claim(settings: Settings, address: str, task: Mapping[str, str], *, adopt: bool) -> RunIdentity:
+    """Claim the run's name for this directory, and create its topics; ``task``: see ``RunIdentity``.
 
     Raises:
         IdentityError: the topics belong to another run, or to lineages that this directory does not have.
@@ -183,6 +199,7 @@ async def _claim(settings: Settings, address: str, *, adopt: bool) -> None:
         servers=settings.kafka.bootstrap_servers,
         directory=settings.run.directory,
         holder=here(settings.run.path),
+        task=task,
     )
     # Compared before the topics are changed, since they may be another run's, and again when the name is claimed.
     await keeper.look(held)
@@ -194,7 +211,7 @@ async def _claim(settings: Settings, address: str, *, adopt: bool) -> None:
             "settings with which the run was started"
         )
     await apply_topics(*topics)
-    await keeper.hold(held)
+    return await keeper.hold(held)
 
 
 def _check_task(settings: Settings, resumed: int) -> list[str]:

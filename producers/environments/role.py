@@ -19,6 +19,7 @@ from streamrl.settings.features import (
 if TYPE_CHECKING:
     from streamrl.observability.role_context import ProcessContext, Role
     from streamrl.producers.environments.settings import EnvironmentSettings
+    from streamrl.settings.starts import RunInput
     from streamrl.settings.tree import Settings
 
 
@@ -96,6 +97,28 @@ async def _try_out(settings: "Settings") -> str | None:
     return f"one episode of each was played with a made-up policy that says {ANSWER!r}; rewards: {played}"
 
 
+def _inputs(settings: "Settings") -> "list[RunInput]":
+    """The environments' code, and everything that the settings say of their tasks."""
+    from streamrl.producers.environments.shipped import SHIPPED
+    from streamrl.schemas.fingerprints import code_fingerprint, package_version, text_fingerprint
+    from streamrl.settings.starts import RunInput
+
+    wanted = _environments_of(settings)
+    libraries = {"verifiers", "openenv"}
+
+    def source(name: str) -> str | None:
+        library = name.partition(":")[0]
+        if name in SHIPPED or library in libraries:
+            return package_version(library if library in libraries else "streamrl")
+        return code_fingerprint(name)
+
+    rules = wanted.model_dump_json(include={"options", "max_turns"})
+    return [
+        RunInput(f"environment {name}", None if (code := source(name)) is None else f"{code} {text_fingerprint(rules)}")
+        for name in wanted.names
+    ]
+
+
 FEATURE = Feature(
     name="environments",
     settings=SettingsRules(check=_check_settings),
@@ -107,5 +130,5 @@ FEATURE = Feature(
         ),
         started=_processes,
     ),
-    start=StartHooks(try_out=_try_out),
+    start=StartHooks(try_out=_try_out, inputs=_inputs),
 )

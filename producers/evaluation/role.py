@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from streamrl.producers.evaluation.state import HeldOutPrompts
     from streamrl.producers.evaluation.worker_samples import EvaluationSlots
     from streamrl.schemas.trajectories import Prompt
+    from streamrl.settings.starts import RunInput
     from streamrl.settings.tree import Settings
 
 
@@ -170,6 +171,17 @@ async def _try_out(settings: "Settings") -> str | None:
     return f"{'; '.join(lines)}; a completion passes if {rule}"
 
 
+def _inputs(settings: "Settings") -> "list[RunInput]":
+    """The data of held-out sets. They change what is measured, not what is trained."""
+    from streamrl.producers.prompts.fingerprints import prompts_fingerprint
+    from streamrl.settings.starts import RunInput
+
+    sets = _held_out_of(settings).sets.items()
+    return [
+        RunInput(f"held-out set {name}", prompts_fingerprint(data), shapes_trajectories=False) for name, data in sets
+    ]
+
+
 def _side_work(settings: "Settings") -> "EvaluationSlots | None":
     from streamrl.producers.evaluation.worker_samples import EvaluationSlots
 
@@ -228,7 +240,7 @@ FEATURE = Feature(
         started=_processes,
         awaited=_awaited,
     ),
-    start=StartHooks(check=_check_start, try_out=_try_out),
+    start=StartHooks(check=_check_start, try_out=_try_out, inputs=_inputs),
     loop=LoopHooks(side_work=_side_work),
     displays=Displays(held_out=_held_out_result),
 )

@@ -84,7 +84,7 @@ def _defaults(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, Any]
         elif not field.is_required():
             default = field.get_default(call_default_factory=True)
             # Validated as a given value would be: a whole number in a list of floats becomes a float.
-            if isinstance(default, list | tuple):
+            if isinstance(default, list | tuple) and field.annotation is not None:
                 default = TypeAdapter(field.annotation).validate_python(default)
             yield prefix + name, to_jsonable_python(default)
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from streamrl.producers.lengths.startup import OpenPredictor
     from streamrl.schemas.control import OperatorAction
     from streamrl.schemas.messages import Message
+    from streamrl.settings.starts import RunInput
     from streamrl.settings.tree import Settings
     from streamrl.weights.series import WantedSeries
 
@@ -188,6 +189,10 @@ def _no_lines(_: "Settings") -> Sequence[str]:
     return ()
 
 
+def _no_inputs(_: "Settings") -> "Sequence[RunInput]":
+    return ()
+
+
 def _zero(_: "Settings") -> int:
     return 0
 
@@ -240,13 +245,15 @@ class StartHooks:
     ``packages`` raises ``SettingsError`` if a package that the feature needs is not installed. ``check`` runs before
     anything is written, such as a check for a free port; it raises ``UserError``. ``try_out`` tries something that the
     run will use, such as a user's class. It returns its result in one line, or None if there is nothing to try, and
-    raises ``UserError``. ``lines``: lines to print; ``options``: options for all processes of
-    the run that are known only at its start, such as a free port.
+    raises ``UserError``. ``inputs``: files and code that it depends on besides settings, to notice changes. ``lines``:
+    lines to print; ``options``: options for all processes of the run that are known only at its start, such as a free
+    port.
     """
 
     packages: "Callable[[Settings], None]" = _nothing
     check: "Callable[[Settings], None]" = _nothing
     try_out: "Callable[[Settings], Coroutine[Any, Any, str | None]]" = _nothing_to_try
+    inputs: "Callable[[Settings], Sequence[RunInput]]" = _no_inputs
     lines: "Callable[[Settings], Sequence[str]]" = _no_lines
     options: "Callable[[Settings], Sequence[str]]" = _no_lines
 

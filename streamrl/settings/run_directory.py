@@ -61,6 +61,7 @@ Written by `streamrl run`. `streamrl run {path}/config.resolved.toml` continues 
 | `summary.json` | the run's figures in one object; the manual's page Figures of a run explains each |
 | `metrics.jsonl` | one line per optimizer step, under TRL's names |
 | `config.resolved.toml` | all settings of the run; this file alone repeats it |
+| `starts.jsonl` | one line per start: the step it continued from, and what had changed |
 | `checkpoints/step_N/` | models for `from_pretrained`, with `trainer_state/` to resume from (`streamrl checkpoints`) |
 | `identity.json` | the run's identity; without it the topics of this name are refused |
 | `logs/` | one file per process; read `trainer.log` first, then `worker-0.log` |
@@ -133,6 +134,11 @@ class RunDirectory:
     def config(self) -> Path:
         """The resolved settings; ``streamrl run`` on this file repeats the run."""
         return self.path / CONFIG
+
+    @property
+    def starts(self) -> Path:
+        """One JSON object per start: when, from which step, and what had changed since the start before."""
+        return self.path / "starts.jsonl"
 
     @property
     def metrics(self) -> Path:

@@ -389,6 +389,14 @@ def few_examples() -> dict[str, Message]:
             lineage=4,
             claim_id="5c2f9a31-0d4e-4a58-8a51-3f2b6c7d8e90",
         ),
+        "run-identity-changed": RunIdentity(
+            run_id="0f6ad1c2-7a53-4f3e-9d0e-1b7a4f1c2d3e",
+            holder="host-a:/data/runs/demo",
+            since=1_795_000_010.0,
+            lineage=4,
+            task={"prompts": "0123456789ab", "reward house:score": "ba9876543210"},
+            changed_through=3,
+        ),
         "operator-command": OperatorCommand(
             action="drain_worker", worker_id="worker-1", reason="maintenance", sent_at=1_795_000_006.0
         ),

@@ -201,8 +201,8 @@ def measures_of(figures: Sequence[Figure]) -> list[ComparedMeasure]:
         for name in dict.fromkeys(names):
             before, after = held_out.get(name + earlier), held_out.get(name + later)
             label = next(each.label for each in (before, after) if each is not None).split(" (held out)")[0]
-            texts = [ABSENT if each is None else shown(each) for each in (before, after)]
-            found.append(ComparedMeasure(label, *texts, _change(before, after)))
+            was, is_now = (ABSENT if each is None else shown(each) for each in (before, after))
+            found.append(ComparedMeasure(label, was, is_now, _change(before, after)))
     return found
 
 

@@ -22,6 +22,7 @@ from streamrl.schemas.errors import DataError
 from streamrl.schemas.evaluation import EVALUATED
 from streamrl.schemas.files import write_atomically
 from streamrl.settings.differences import flat
+from streamrl.settings.starts import RunStart, read_starts
 
 if TYPE_CHECKING:
     from streamrl.settings.run_directory import RunDirectory
@@ -83,16 +84,6 @@ class RunMark(_Part):
     text: str
 
 
-class RunStart(_Part):
-    """A start of `streamrl run` that continued from a checkpoint; ``changed``: settings that differ from the last
-    start's.
-    """
-
-    at: float
-    step: int
-    changed: tuple[str, ...] = ()
-
-
 class TopicDigest(_Part):
     """A summary of a run's topics. Of ``held`` trajectories on the topic, the newest ``read`` were read.
 
@@ -113,13 +104,12 @@ class TopicDigest(_Part):
 
 
 class RunFacts(_Part):
-    """Data gathered at a run's end. ``evaluated``: held-out samples by moment (before, after). ``starts``: those that
-    continued the run and reached an end. ``topics`` None: they were not read.
+    """Data gathered at a run's end. ``evaluated``: held-out samples by moment (before, after). ``topics`` None: they
+    were not read.
     """
 
     environment: dict[str, str] = {}
     evaluated: dict[str, tuple[dict[str, JsonValue], ...]] = {}
-    starts: tuple[RunStart, ...] = ()
     topics: TopicDigest | None = None
 
 
@@ -288,6 +278,7 @@ class RunRecord:
     config: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     facts: RunFacts = field(default_factory=RunFacts)
+    starts: tuple[RunStart, ...] = ()
 
     @property
     def title(self) -> str:
@@ -312,6 +303,7 @@ def read_record(directory: "RunDirectory", name: str) -> RunRecord:
             config=config,
             settings=flat(tomllib.loads(config)),
             facts=read_facts(directory.gathered),
+            starts=read_starts(directory.starts),
         )
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise DataError(f"expected the files of a run in {directory.path}, got: {error}") from error

@@ -113,7 +113,7 @@ async def test_one_sample_too_old_at_hand_out_ages_its_whole_group_out() -> None
         await reader.flush()
     assert harness.reasons() == dict.fromkeys((f"d/0/0/{index}" for index in range(3)), SkipReason.STALE)
     assert {skip.detail for skip in harness.skips()} == {
-        "d/0/0/1 is too old, and its group with it: expected at most 2 steps of staleness, got 3"
+        "d/0/0/1 is outdated, and its group with it: expected at most 2 steps of staleness, got 3"
     }
     assert reader.ledger.counts().pending == 2
 

@@ -15,7 +15,7 @@ from streamrl.consumers.training.checkpoints import storage
 from streamrl.consumers.training.checkpoints.storage import open_storage
 from streamrl.consumers.training.checkpoints.store import CheckpointStore
 from streamrl.deploy.local.resuming import (
-    changed_since,
+    changes_since,
     complete_line,
     final_model,
     is_complete,
@@ -28,6 +28,7 @@ from streamrl.observability.role_context import ProcessContext
 from streamrl.schemas.errors import SettingsError
 from streamrl.settings.loading import as_toml, validated
 from streamrl.settings.run_directory import RunDirectory
+from streamrl.settings.starts import RunInput, RunStart, append_start
 from streamrl.settings.tree import Settings
 from tests.consumers.training.checkpoints.damaged_storage import s3_environment, write
 
@@ -125,24 +126,55 @@ def test_the_newest_lineage_comes_first_and_other_runs_checkpoints_do_not_count(
     assert resumed_step(other) == 0
 
 
+def line_of(settings: Settings, directory: RunDirectory, *inputs: RunInput, step: int = 60, fate: str = "") -> str:
+    """The line that a start of the run at this step prints."""
+    changed = tuple(changes_since(settings, inputs, directory))
+    return resuming_line(RunStart(at=0.0, step=step, changed=changed, earlier_trajectories=fate or None))
+
+
 def test_a_run_that_goes_on_names_a_handful_of_changed_settings(tmp_path: Path) -> None:
-    kept = tmp_path / "config.resolved.toml"
+    directory = RunDirectory(tmp_path / "r")
     settings = settings_of(tmp_path, loop={"num_generations": 4})
-    assert changed_since(kept, settings) == []
-    kept.write_text(as_toml(settings_of(tmp_path, loop={"num_generations": 8})))
-    changes = changed_since(kept, settings)
-    assert changes == ["loop.num_generations 8 → 4"]
-    assert resuming_line(60, changes) == "continuing from step 60; changed: loop.num_generations 8 → 4"
-    kept.write_text(as_toml(settings))
-    assert changed_since(kept, settings) == []
-    assert resuming_line(60, []) == "continuing from step 60"
+    assert line_of(settings, directory) == "continuing from step 60"
+    directory.create()
+    directory.write_config(as_toml(settings_of(tmp_path, loop={"num_generations": 8})))
+    assert line_of(settings, directory) == "continuing from step 60; changed: loop.num_generations 8 → 4"
+    directory.write_config(as_toml(settings))
+    assert line_of(settings, directory) == "continuing from step 60"
     run = {"name": "r", "directory": str(tmp_path / "elsewhere"), "workers": 1, "seed": 7, "max_restarts": 1}
     more = {"num_generations": 4, "groups_per_step": 3, "top_k": 3}
-    line = resuming_line(60, changed_since(kept, settings_of(tmp_path, max_steps=200, run=run, loop=more)))
+    line = line_of(settings_of(tmp_path, max_steps=200, run=run, loop=more), directory)
     assert line.count("→") == 5
     assert line.endswith(" and 1 more")
-    kept.write_text("= not TOML")
-    assert changed_since(kept, settings) == []
+    directory.write_config("= not TOML")
+    assert line_of(settings, directory) == "continuing from step 60"
+
+
+def test_a_run_that_goes_on_names_changed_files_and_code_before_settings(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "r")
+    directory.create()
+    settings = settings_of(tmp_path)
+    reward = "reward house:score"
+    append_start(directory.starts, RunStart(at=0.0, step=0, inputs={"prompts": "a", reward: "1"}))
+    directory.write_config(as_toml(settings_of(tmp_path, loop={"num_generations": 16})))
+    same, changed = RunInput("prompts", "a"), RunInput(reward, "2")
+    assert line_of(settings, directory, same, changed, fate="skip") == (
+        "continuing from step 60; changed: reward house:score 1 → 2, loop.num_generations 16 → 8; trajectories sampled "
+        "before are skipped (task_changed); ingest.on_change = train trains them"
+    )
+    assert line_of(settings, directory, same, changed, fate="train").endswith(
+        "; trajectories sampled before are trained (ingest.on_change)"
+    )
+
+
+def test_a_start_without_a_checkpoint_says_only_what_changed(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "r")
+    directory.create()
+    settings = settings_of(tmp_path)
+    assert line_of(settings, directory, RunInput("prompts", "b"), step=0) == ""
+    append_start(directory.starts, RunStart(at=0.0, step=0, inputs={"prompts": "a"}))
+    line = line_of(settings, directory, RunInput("prompts", "b"), step=0)
+    assert line == "continuing from step 0; changed: prompts a → b"
 
 
 def test_the_evaluation_after_is_of_the_newest_lineage_wherever_checkpoints_are_kept(tmp_path: Path) -> None:

@@ -2,19 +2,23 @@
 
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import pytest_asyncio
 
 from streamrl.inspection.report.page import page_of, write_page
-from streamrl.inspection.report.record import RunRecord, RunStart, read_record
+from streamrl.inspection.report.record import RunRecord, read_record
+from streamrl.settings.starts import Change, RunStart
 from tests.inspection.dashboard.browser import Page, browser_page, chromium, expect_no_serious_issue
 from tests.inspection.report.recorded import gather, record_run
 
 EXECUTABLE = chromium()
+NEEDS_CHROMIUM = pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed, and none is downloaded")
+Test = TypeVar("Test", bound=Callable[..., object])
 EVIL = '</script><script>window.owned = true</script><img src="https://example.com/x" onerror="window.owned = true">'
 FIRST_CURVE = "document.querySelector('#curves canvas').toDataURL()"
 HUES = """(canvas) => {
@@ -24,7 +28,12 @@ HUES = """(canvas) => {
 }"""
 LEGEND = "document.querySelector('#curves .u-legend').innerText"
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
-in_browser = pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed, and none is downloaded")
+
+
+def in_browser(test: Test) -> Test:
+    """Mark a test that opens a page in Chromium, which is a process of its own."""
+    marked: Test = NEEDS_CHROMIUM(pytest.mark.processes(test))
+    return marked
 
 
 @dataclass(frozen=True)
@@ -123,7 +132,6 @@ async def test_curves_go_over_wall_clock_if_wanted(page: Page) -> None:
 
 
 @in_browser
-@pytest.mark.processes
 async def test_curves_are_smoothed_if_wanted_and_tell_what_was_measured(browser: Page, tmp_path: Path) -> None:
     recorded = record_run(tmp_path / "long", seconds=240.0)
     write_page(tmp_path / "long.html", [read_record(recorded.directory, recorded.name)])
@@ -237,9 +245,9 @@ async def test_marks_are_drawn_into_the_curves_and_named(browser: Page, written:
     plain, marked = tmp_path / "plain.html", tmp_path / "marked.html"
     record = written.records[0]
     began = record.rows.began + record.rows.times[len(record.rows.times) // 2]
-    start = RunStart(at=began, step=3, changed=("training.learning_rate 5e-05 → 3e-05",))
+    start = RunStart(at=began, step=3, changed=(Change("training.learning_rate", "5e-05", "3e-05"),))
     write_page(plain, [record])
-    write_page(marked, [replace(record, facts=record.facts.model_copy(update={"starts": (start,)}))])
+    write_page(marked, [replace(record, starts=(start,))])
     drawn = []
     for path in (plain, marked):
         browser.problems.clear()

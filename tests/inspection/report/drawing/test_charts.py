@@ -6,12 +6,12 @@ from streamrl.inspection.report.record import (
     RunFacts,
     RunMark,
     RunRecord,
-    RunStart,
     StepTable,
     TopicDigest,
     rows_of,
 )
 from streamrl.schemas.evaluation import EVALUATED
+from streamrl.settings.starts import Change, RunStart
 
 
 def run(count: int, **metrics: float) -> StepTable:
@@ -83,8 +83,8 @@ def test_a_chart_has_one_scale() -> None:
 
 
 def record_with(*starts: RunStart, **topics: Any) -> RunRecord:
-    facts = RunFacts(starts=starts, topics=TopicDigest(held=1, read=1, **topics))
-    return RunRecord("r", Path("r"), run(20), facts=facts)
+    facts = RunFacts(topics=TopicDigest(held=1, read=1, **topics))
+    return RunRecord("r", Path("r"), run(20), facts=facts, starts=starts)
 
 
 def test_a_jump_is_marked_with_its_step_and_its_reason() -> None:
@@ -95,12 +95,12 @@ def test_a_jump_is_marked_with_its_step_and_its_reason() -> None:
         {"step": 12, "time": 12.2, "kind": "promotion", "text": "rloo is served"},
     ]
     assert marks(RunRecord("r", Path("r"), run(20))) == []
-    assert marks(RunRecord("r", Path("r"), StepTable(), facts=RunFacts(starts=(RunStart(at=1.0, step=1),)))) == []
+    assert marks(RunRecord("r", Path("r"), StepTable(), starts=(RunStart(at=1.0, step=1),))) == []
 
 
 def test_a_resumed_run_has_one_mark_with_what_changed() -> None:
     crashed, resumed = (RunMark(at=at, kind="restart", text="a new trainer, from step 4") for at in (104.5, 110.5))
-    start = RunStart(at=108.0, step=8, changed=("training.learning_rate 5e-05 → 3e-05",))
+    start = RunStart(at=108.0, step=8, changed=(Change("training.learning_rate", "5e-05", "3e-05"),))
     found = marks(record_with(start, marks=(crashed, resumed)))
     assert [(mark["kind"], mark["text"]) for mark in found] == [
         ("restart", "a new trainer, from step 4"),
