@@ -63,7 +63,8 @@ def hub_revision(repository: str, kind: Literal["model", "dataset"]) -> str | No
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     try:
-        return HfApi().repo_info(repository, repo_type=kind, timeout=HUB_PATIENCE_S).sha
+        revision: str | None = HfApi().repo_info(repository, repo_type=kind, timeout=HUB_PATIENCE_S).sha
+        return revision
     except Exception:  # no network, no access, or no such repository: whoever reads it says which
         names = ("config.json",) if kind == "model" else ("README.md",)
         found = (try_to_load_from_cache(repository, name, repo_type=kind) for name in names)

@@ -170,8 +170,7 @@ class Run:
     def finished(self) -> bool:
         """Whether the run took its last step."""
         if self._finished is None:
-            steps = self.summary.get("steps", 0) if self._past.directory.summary.exists() else 0
-            return bool(steps >= self.settings.training.max_steps)
+            return self._past.is_finished
         return self._finished
 
     @property

@@ -1,5 +1,6 @@
 """Commands that inspect running and finished runs. All except `dlq retry` only read."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,6 +19,7 @@ from streamrl.inspection.process import (
 from streamrl.schemas.errors import UserError
 
 if TYPE_CHECKING:
+    from streamrl.inspection.diagnostics.connect import RunConnection
     from streamrl.settings.tree import Settings
 
 Export = Annotated[Path | None, typer.Option(metavar="DIR", help="Read exported segments instead of a broker.")]
@@ -365,19 +367,14 @@ def status(run: LiveRun = None, bootstrap_servers: Servers = None, as_json: AsJs
     """Show the state of a run: step, workers, lag, skips.
 
     It prints version, step, workers, lag by length bucket, and trajectories in flight, trained and skipped. If the run
-    has ended and its broker is stopped, it prints the figures that the run wrote at its end.
+    has ended and no broker answers, it prints the figures that the run wrote at its end.
     """
-    from streamrl.inspection.diagnostics.connect import BrokerStopped, connect
-    from streamrl.inspection.diagnostics.status import show_finished, show_status
+    from streamrl.inspection.diagnostics.ended import show_ended_status, show_run
+    from streamrl.inspection.diagnostics.status import show_status
 
     log_to_stderr()
-    try:
-        connection = connect(run, bootstrap_servers)
-    except BrokerStopped as stopped:
-        if not stopped.past.directory.summary.is_file():
-            raise
-        raise typer.Exit(show_finished(stopped.past, as_json=as_json)) from None
-    raise typer.Exit(show_status(connection, as_json=as_json))
+    live, ended = partial(show_status, as_json=as_json), partial(show_ended_status, as_json=as_json)
+    raise typer.Exit(show_run(run, bootstrap_servers, live, ended))
 
 
 def lag(
@@ -388,13 +385,15 @@ def lag(
 ) -> None:
     """Show how far each consumer lags.
 
-    It prints records, rates and seconds by partition and length bucket.
+    It prints records, rates and seconds by partition and length bucket. If the run has ended and no broker answers, it
+    prints how many trajectories were left over.
     """
-    from streamrl.inspection.diagnostics.connect import connect
+    from streamrl.inspection.diagnostics.ended import show_ended_lag, show_run
     from streamrl.inspection.diagnostics.lag import show_lag
 
     log_to_stderr()
-    raise typer.Exit(show_lag(connect(run, bootstrap_servers), interval, as_json=as_json))
+    live = partial(show_lag, interval_s=interval, as_json=as_json)
+    raise typer.Exit(show_run(run, bootstrap_servers, live, partial(show_ended_lag, as_json=as_json)))
 
 
 def doctor(run: LiveRun = None, bootstrap_servers: Servers = None, as_json: AsJson = False) -> None:
@@ -501,20 +500,24 @@ def top(
     """Show a run live in the terminal.
 
     The view has the loop, curves, lengths, workers, trajectories and events. Any number of people may watch a run.
-    Without a terminal, it prints one line per interval until the run is finished.
+    Without a terminal, it prints one line per interval until the run is finished. If the run has ended and no broker
+    answers, it prints one line on its end.
     """
     print_before_imports("looking for the run")
     use_one_thread()
     import sys
 
-    from streamrl.inspection.diagnostics.connect import connect
+    from streamrl.inspection.diagnostics.ended import show_ended_top, show_run
     from streamrl.inspection.terminal.command import LineOptions, show_top
 
     log_to_stderr()
-    connection = connect(run, bootstrap_servers)
-    if not once:
-        enter_own_session()
     # The view needs a terminal for output, to draw on, and for input, to read keys from.
     on_screen = sys.stdout.isatty() and sys.stdin.isatty() and not (once or as_json or plain)
     options = LineOptions(interval, as_json, once)
-    raise typer.Exit(show_top(connection, run, options, on_screen=on_screen))
+
+    def live(connection: "RunConnection") -> int:
+        if not once:
+            enter_own_session()
+        return show_top(connection, run, options, on_screen=on_screen)
+
+    raise typer.Exit(show_run(run, bootstrap_servers, live, partial(show_ended_top, as_json=as_json)))

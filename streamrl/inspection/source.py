@@ -8,6 +8,7 @@ Functions that only look at a run's folders import no heavy module: a command ca
 """
 
 import fcntl
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -77,6 +78,15 @@ class PastRun:
     def name(self) -> str:
         """Prefix of the run's topics; for an attached instance's directory, the instance's scope."""
         return scope_of(self.settings.run.name, self.settings.run.instance)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run took its last step, by the summary that it wrote at its end."""
+        try:
+            steps = json.loads(self.directory.summary.read_text()).get("steps", 0)
+        except (OSError, ValueError, AttributeError):
+            return False
+        return isinstance(steps, int) and steps >= self.settings.training.max_steps
 
     @property
     def weights(self) -> Path:

@@ -20,6 +20,8 @@ SUMMARY_KEYS = {
     "staleness_mean",
     "staleness_max",
     "trainer_wait_share",
+    "lag",
+    "lag_by_bucket",
 }
 
 

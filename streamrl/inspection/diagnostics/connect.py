@@ -28,6 +28,10 @@ from streamrl.settings.tree import Settings
 CLIENT_ID = "streamrl-look"
 
 
+class TopicsMissing(UserError):
+    """The broker that answers does not have the run's topics."""
+
+
 class BrokerStopped(UserError):
     """The run's own broker is stopped. ``past``: the run's directory and settings."""
 
@@ -99,7 +103,8 @@ class RunConnection:
         """The connection with a run that is on the broker.
 
         Raises:
-            UserError: the named run is not on the broker, or none was named and there is not exactly one.
+            TopicsMissing: the named run is not on the broker.
+            UserError: no run was named, and there is not exactly one.
             BrokerError: no broker answers.
         """
         from streamrl.bus.kafka.connection import partition_counts
@@ -109,7 +114,7 @@ class RunConnection:
             return self
         there = ", ".join(found) or "none"
         if self.run:
-            raise UserError(f"expected the topics of run {self.run} at {self.address}, found those of: {there}")
+            raise TopicsMissing(f"expected the topics of run {self.run} at {self.address}, found those of: {there}")
         # Attached instances belong to a run: without a name, the run is meant.
         found = [name for name in found if policy_in(name) is None]
         if len(found) != 1:
@@ -152,12 +157,15 @@ def connect(run: Path | None, servers: str | None) -> RunConnection:
 
 
 def _without_broker(run: Path, past: PastRun) -> str:
-    problem = f"expected a running broker of run {past.name}, got none: a run's own broker stops with the run; "
+    problem = f"expected a running broker of run {past.name}, got none: "
+    if past.is_finished:
+        problem = f"run {past.name} has finished, and no running broker has its topics: "
     if not nodes_of(past.directory):
-        return problem + "name another with --bootstrap-servers"
+        return problem + "name one with --bootstrap-servers"
     return (
-        f"{problem}start it again with `streamrl kafka up --data-dir {past.directory.kafka}`, or read the run's files "
-        f"with `streamrl report --run {run}`, `streamrl show ID --run {run}` or `streamrl audit --run {run}`"
+        f"{problem}a run's own broker stops with the run; start it again with `streamrl kafka up --data-dir "
+        f"{past.directory.kafka}`, or read the run's files with `streamrl report --run {run}`, `streamrl show ID --run "
+        f"{run}` or `streamrl audit --run {run}`"
     )
 
 

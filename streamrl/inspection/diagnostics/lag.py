@@ -204,8 +204,13 @@ async def _ages(connection: RunConnection, topic: str, offsets: Mapping[TopicPar
 
 def lag_line(lag: Mapping[int, int]) -> str:
     """A line with the lag, in total and by length bucket."""
+    return f"lag {sum(lag.values()):,} trajectories not finished{buckets_text(lag)}"
+
+
+def buckets_text(lag: Mapping[int, int]) -> str:
+    """The lag by length bucket in brackets, to follow a total; empty without buckets."""
     buckets = "  ".join(f"bucket {bucket}: {count:,}" for bucket, count in lag.items())
-    return f"lag {sum(lag.values()):,} trajectories not finished{f'  ({buckets})' if buckets else ''}"
+    return f"  ({buckets})" if buckets else ""
 
 
 def consumer_lag_text(lag: GroupLag) -> str:

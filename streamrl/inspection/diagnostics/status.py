@@ -27,8 +27,6 @@ from streamrl.inspection.diagnostics.lag import (
     shards_of,
 )
 from streamrl.inspection.diagnostics.tail import newest_records
-from streamrl.inspection.report.summary import summary_lines
-from streamrl.inspection.source import PastRun
 from streamrl.observability.run_state.aggregates import NO_VERSION
 from streamrl.observability.run_state.feed import ends_by_bucket
 from streamrl.observability.run_state.figures import Value, live_figures
@@ -57,27 +55,6 @@ def show_status(connection: RunConnection, *, as_json: bool) -> int:
     """
     status = uvloop.run(_status(connection))
     print(json.dumps(status_json(status)) if as_json else plain_lines(status_lines(status)))
-    return 0
-
-
-def show_finished(past: PastRun, *, as_json: bool) -> int:
-    """Print the figures that a run wrote at its end, and return the exit code.
-
-    Raises:
-        OSError: there is no summary, since the run did not end by itself.
-    """
-    summary = json.loads(past.directory.summary.read_text())
-    step, most = summary["resumed_from"] + summary["steps"], past.settings.training.max_steps
-    if as_json:
-        print(json.dumps({"run": past.name, "health": "ended", "step": step, "max_steps": most, "summary": summary}))
-        return 0
-    lines = [
-        f"run {past.name} has ended and its broker is stopped; its figures are in {past.directory.summary}",
-        f"last step: {step} of {most}",
-        *(line for line in summary_lines(summary) if line),
-        f"to look at its records: streamrl kafka up --data-dir {past.directory.kafka}",
-    ]
-    print(plain_lines(lines))
     return 0
 
 

@@ -13,6 +13,8 @@ from streamrl.schemas.reports import SkipReason
 Summary = dict[str, Any]
 ORDINARY = frozenset({SkipReason.ZERO_ADVANTAGE, SkipReason.DUPLICATE})
 """Skip reasons that need no action: groups of equal rewards, and trajectories that were sampled twice."""
+LEFT_OVER = "left over: sampled, not trained before the run ended"
+"""Words after the number of trajectories that a run leaves."""
 
 
 def build_summary(
@@ -32,11 +34,20 @@ def build_summary(
 
     ``resumed_from``: the step of the checkpoint that this start resumed from; 0 for none. ``step_seconds``: the sum of
     the optimizer steps, which rates are over. ``tokens_per_s``: of trained completions. Rewards are means of the first
+<<<<<<< HEAD
     and last ``reward_steps`` steps, at most five; they share no step. ``staleness_*``: in optimizer steps, the mean
     over trained trajectories, each by its oldest span. ``trainer_wait_share``: share of step time spent waiting for a
     batch. ``skipped``: trajectories by reason; ``skip_causes``: skips that may need action, by common cause, with an
     example. ``evaluation``: results on held-out prompts, at the first and last weights that were evaluated.
     ``held_out_prompts``: of ``evaluation.function``. ``audit``: the verdict of the audit at the end, if there was one.
+=======
+    and last five steps. ``staleness_*``: in optimizer steps, the mean over trained trajectories, each by its oldest
+    span. ``trainer_wait_share``: share of step time spent waiting for a batch. ``skipped``: trajectories by reason;
+    ``skip_causes``: skips that may need action, by common cause, with an example. ``lag``: trajectories that were left
+    over, sampled and neither trained nor skipped before the run ended. ``evaluation``: results on held-out
+    prompts, at the first and last weights that were evaluated. ``audit``: the verdict of the audit at the end, if there
+    was one.
+>>>>>>> f4334871 (Show lag and top of an ended run from its files, and its true last step: both needed a broker, and a resumed run's step was counted twice)
     """
     sums, newest = state.learning.steps.sums(), state.learning.steps.newest
     first, last = state.learning.steps.reward_windows()
@@ -61,6 +72,8 @@ def build_summary(
         "reward_steps": len(last),
         **({"evaluation": _evaluation(state)} if state.learning.evaluations.rows else {}),
         "skipped": state.skipped,
+        "lag": sum(state.lag.values()),
+        "lag_by_bucket": state.lag,
         "skip_causes": {
             reason: {"counts": dict(causes.counts.most_common()), "example": causes.example}
             for reason, causes in sorted(state.refusals.skip_causes.items())
@@ -123,6 +136,7 @@ def summary_lines(summary: Summary) -> list[str]:
         f"staleness {summary['staleness_mean']:.2f} mean, {summary['staleness_max']:.0f} max (optimizer steps)",
         f"trainer waited for trajectories {summary['trainer_wait_share']:.0%} of its time",
         *_skip_lines(summary),
+        *([f"{summary['lag']:,} {LEFT_OVER}"] if summary.get("lag") else []),
         *_verdict(summary.get("audit")),
     ]
 

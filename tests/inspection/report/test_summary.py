@@ -50,6 +50,18 @@ def test_a_run_that_went_on_claims_only_the_steps_of_this_start() -> None:
     )
 
 
+def test_a_run_ends_with_what_it_sampled_and_did_not_train() -> None:
+    state, report = RunState("run"), examples()["step-report"]
+    metrics = {"kafka/lag/bucket_0": 4.0, "kafka/finished/bucket_0": 16.0, "kafka/finished/bucket_1": 8.0}
+    state.observe_message(report.replace(metrics=metrics, policy=None))
+    # Workers published more after the last step: the topic's end counts.
+    state.trajectories.ends = {0: 400, 1: 8}
+    summary = build_summary(state, engine="e", seed=0, run_seconds=1.0, resumed_from=0, before={}, after={}, restarts=0)
+    assert (summary["lag"], summary["lag_by_bucket"]) == (384, {0: 384, 1: 0})
+    assert "384 left over: sampled, not trained before the run ended" in summary_lines(summary)
+    assert not [line for line in summary_lines(summed(20)) if "left over" in line]
+
+
 def test_a_run_without_a_step_tells_no_reward() -> None:
     summary = summed(0)
     assert summary["reward_first"] is None
