@@ -19,6 +19,7 @@ from streamrl.bus.embedded.runtime import cache_root, find_java
 from streamrl.bus.kafka.topic_admin import diff_topics
 from streamrl.consumers.training.checkpoints.storage import REMOTE, open_storage
 from streamrl.consumers.training.model import require_weights, resolve_device
+from streamrl.consumers.training.settings import TrainingSettings
 from streamrl.deploy.local.task_check import (
     REWARD_ROWS,
     REWARDS_PATIENCE_S,
@@ -36,6 +37,7 @@ from streamrl.deploy.local.task_check import (
     survey_of,
     writer_of,
 )
+from streamrl.init.precision import slow_bfloat16
 from streamrl.inspection.environment import read_machine
 from streamrl.observability.metrics.tracking import try_trackers
 from streamrl.producers.generation.engines.model_files import UNLIMITED, ModelFacts, read_facts
@@ -173,6 +175,7 @@ def _model(
             checklist.run("lengths", lambda: check_lengths(settings, tokenizer, sample, facts, prompts.total))
     # Checked without a model, too, so that a missing library or device is reported together with a missing model.
     checklist.run("engine", lambda: check_engine(settings, facts))
+    checklist.run("precision", lambda: check_precision(settings, facts))
     return 0 if facts is None else parameters_of(facts)
 
 
@@ -358,6 +361,34 @@ def check_engine(settings: Settings, facts: ModelFacts | None) -> Check:
         else "workers started elsewhere"
     )
     return Check("engine", "ok", f"{engine}; {where}")
+
+
+def check_precision(settings: Settings, facts: ModelFacts | None) -> list[Check]:
+    """A note if the settings ask for bfloat16 on a processor that is much slower in it."""
+    asking = _in_bfloat16_on_cpu(settings, facts)
+    if not asking or (measured := slow_bfloat16()) is None:
+        return []
+    advice = " and ".join(f'{key} = "float32"' for key in asking)
+    return [Check("precision", "note", f"{measured}: set {advice}")]
+
+
+def _in_bfloat16_on_cpu(settings: Settings, facts: ModelFacts | None) -> list[str]:
+    """The settings with which processes of this machine compute in bfloat16 on the CPU."""
+    training, generation = settings.training, settings.generation
+    stored = None if facts is None else getattr(facts.config.get_text_config(), "dtype", None)
+    sampled_in = str(stored).removeprefix("torch.") if generation.dtype == "auto" else generation.dtype
+    found = []
+    if settings.run.trainer and training.dtype == "bfloat16" and _is_cpu(training):
+        found.append("training.dtype")
+    has_workers = settings.run.workers or settings.run.max_workers
+    if has_workers and sampled_in == "bfloat16" and _is_cpu(training.model_copy(update={"device": generation.device})):
+        found.append("generation.dtype")
+    return found
+
+
+def _is_cpu(training: TrainingSettings) -> bool:
+    # A missing CUDA device is the engine check's to report.
+    return training.device != "cuda" and resolve_device(training).type == "cpu"
 
 
 def check_storage(settings: Settings, parameters: int) -> list[Check]:

@@ -5,14 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from streamrl.deploy.local.task_check import never_ends, parameters_of
+from streamrl.init import preflight
 from streamrl.init.preflight import (
     Check,
     check_context,
     check_engine,
     check_lengths,
     check_model,
+    check_precision,
     check_rendering,
     check_rewards,
     check_storage,
@@ -82,6 +85,43 @@ def test_ends_are_shown_and_a_model_without_one_is_noted(model: Path, tmp_path: 
     assert "every completion will have loop.max_completion_length = 32 tokens" in note.detail
     stopped = settings_of(tmp_path / "endless", tmp_path, stop=["."])
     assert check_tokens(stopped, read_model(stopped)) == []
+
+
+@pytest.mark.parametrize(
+    ("training", "generation", "stored", "named"),
+    [
+        ("bfloat16", "bfloat16", "float32", ["training.dtype", "generation.dtype"]),
+        ("float32", "bfloat16", "float32", ["generation.dtype"]),
+        ("float32", "auto", "bfloat16", ["generation.dtype"]),
+        ("bfloat16", "auto", "float32", ["training.dtype"]),
+        ("float32", "auto", "float32", []),
+    ],
+)
+def test_bfloat16_on_a_processor_that_is_slow_in_it_is_noted_with_what_to_set(
+    training: str,
+    generation: str,
+    stored: str,
+    named: list[str],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preflight, "slow_bfloat16", lambda: "12.3 ms in bfloat16, 1.1 ms in float32")
+    monkeypatch.setattr(preflight, "resolve_device", lambda _: torch.device("cpu"))
+    settings = settings_of(model, tmp_path)
+    sections = {"training": settings.training, "generation": settings.generation}
+    dtypes = {"training": training, "generation": generation}
+    asked = settings.model_copy(
+        update={name: section.model_copy(update={"dtype": dtypes[name]}) for name, section in sections.items()}
+    )
+    facts = read_model(settings)
+    facts.config.dtype = getattr(torch, stored)
+    checks = check_precision(asked, facts)
+    wanted = " and ".join(f'{key} = "float32"' for key in named)
+    assert [check.detail for check in checks] == [f"12.3 ms in bfloat16, 1.1 ms in float32: set {wanted}"] * bool(named)
+    assert all(check.state == "note" for check in checks)
+    monkeypatch.setattr(preflight, "slow_bfloat16", lambda: None)
+    assert check_precision(asked, facts) == []
 
 
 def test_a_tokenizer_larger_than_the_model_is_noted_and_prompts_with_its_tokens_are_refused(
