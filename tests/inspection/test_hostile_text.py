@@ -4,14 +4,16 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.kafka.topic_admin import apply_topics
 from streamrl.bus.port import Outgoing
-from streamrl.deploy.local.watching import plain_line
+from streamrl.deploy.local.watching import live_view
 from streamrl.inspection.audit.command import audit_run, export_run
 from streamrl.inspection.dead_letters import list_dead_letters, retry_dead_letters, show_dead_letter
 from streamrl.inspection.diagnostics.connect import RunConnection
@@ -114,9 +116,11 @@ def test_no_command_prints_what_a_terminal_would_obey(
     assert not [line for line in out.splitlines() if line.startswith("AN OWN LINE")], "a text began a line of its own"
 
 
-def test_the_runs_own_line_names_workers_as_they_are_written() -> None:
+def test_the_runs_own_view_names_workers_as_they_are_written() -> None:
     state = RunState("r")
     state.processes.workers[WORKER] = example("heartbeat", Heartbeat).replace(worker_id=WORKER, sent_at=time.time())
-    line = plain_line(state, 10, time.time())
-    assert line.isprintable()
-    assert "owned" in line
+    text = StringIO()
+    Console(file=text, width=200).print(live_view(state, 10, {}, time.time()))
+    shown = text.getvalue()
+    assert "owned" in shown
+    assert not [each for each in shown.replace("\n", "") if not each.isprintable()]

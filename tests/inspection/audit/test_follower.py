@@ -101,7 +101,7 @@ def renamed(world: WrittenTopics) -> Planted:
     planted = the_record_changed_its_name(world)
     at = next(at for at, (topic, out) in enumerate(world.written) if topic is TRAJECTORIES and out.key == planted.name)
     topic, out = world.written[at]
-    other = WrittenTopics()
+    other = WrittenTopics(partitions=world.partitions)
     other.produce("other/0/0/0", out.partition or 0)
     world.written[at] = topic, out._replace(value=other.written[-1][1].value)
     return planted
