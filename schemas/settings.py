@@ -127,6 +127,11 @@ class LoopSettings(Section):
         return self.mode == "one_step_async"
 
     @property
+    def step_samples(self) -> int:
+        """Samples of the groups of one step."""
+        return self.groups_per_step * self.num_generations
+
+    @property
     def max_groups_in_flight(self) -> int:
         """Most groups that are admitted and not yet consumed: (staleness_bound + 1) × groups_per_step."""
         return (self.staleness_bound + 1) * self.groups_per_step

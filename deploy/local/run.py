@@ -30,6 +30,7 @@ from streamrl.deploy.local.evaluation import Evaluation, evaluate
 from streamrl.deploy.local.fleet import Fleet, RemoteTrainerWatch
 from streamrl.deploy.local.inputs import inputs_of, task_of
 from streamrl.deploy.local.logs import LogRotation
+from streamrl.deploy.local.long_steps import told_if_long
 from streamrl.deploy.local.resuming import (
     changes_since,
     check_checkpoints,
@@ -125,8 +126,10 @@ def run_locally(
     if machine.devices:
         print("\n".join(f"  {line}" for line in placement.lines()))
     with broker_for(settings.kafka.bootstrap_servers, print, directory.kafka) as address:
-        inputs = inputs_of(settings)
-        identity = asyncio.run(_claim(settings, address, task_of(settings, inputs), adopt=adopt))
+        with told_if_long("comparing prompts, reward code and model with the last start's"):
+            inputs = inputs_of(settings)
+        with told_if_long("creating the topics and claiming the run's name"):
+            identity = asyncio.run(_claim(settings, address, task_of(settings, inputs), adopt=adopt))
         # Files are written only after this start holds the run, because processes of a running run read them.
         directory.create()
         _record_start(settings, directory, inputs, resumed, task_changed=identity.is_changed)
@@ -254,7 +257,8 @@ def _check_task(settings: Settings, resumed: int) -> list[str]:
 def _evaluate_model(settings: Settings, model: object, when: str) -> Evaluation | None:
     if settings.evaluation.function is None or model is None:
         return None
-    result = evaluate(settings.evaluation.function, str(model), settings.run.seed)
+    with told_if_long(f"evaluating the model {when} training"):
+        result = evaluate(settings.evaluation.function, str(model), settings.run.seed)
     print(f"{when} training: " + ", ".join(f"{name} {value:.3f}" for name, value in result.metrics.items()))
     return result
 

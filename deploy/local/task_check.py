@@ -30,11 +30,13 @@ from streamrl.bus.embedded.process import die_with_parent
 from streamrl.consumers.algorithms.shelf import algorithm_of
 from streamrl.consumers.ingest.limits import LIMITS
 from streamrl.consumers.ingest.sampling import open_window
+from streamrl.deploy.local.long_steps import told_if_long
 from streamrl.producers.generation.prompt_survey import PromptSurvey, survey
 from streamrl.producers.prompts.sources import PASS_SIZE, StoredSource, open_source
 from streamrl.producers.rewards.trial import Completion, RewardTrial, RewardTrials, Writer, try_rewards
 from streamrl.schemas.errors import ModelError, RewardLoadError, StreamRLError, UserError
 from streamrl.schemas.extras import require_extra
+from streamrl.schemas.files import write_atomically
 from streamrl.schemas.import_path import load_function, module_command
 from streamrl.schemas.trajectories import FinishReason, Prompt
 from streamrl.settings.features import features
@@ -300,20 +302,23 @@ def check_task(settings: Settings, *, resumed: bool = False) -> list[str]:
     Raises:
         UserError: the run cannot succeed; the message says why.
     """
-    command = module_command("streamrl.deploy.local.task_check", *(["resumed"] if resumed else []))
     # The process gets no [kafka] section, because it does not need the secrets in it.
     given = settings.model_dump_json(exclude={"kafka"})
     try:
-        done = subprocess.run(
-            command,
-            input=given,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            timeout=CHECK_TIMEOUT_S,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-            preexec_fn=die_with_parent,
-        )
+        with tempfile.TemporaryDirectory(prefix="streamrl-check-") as scratch:
+            stage = Path(scratch) / "stage"
+            command = module_command("streamrl.deploy.local.task_check", str(stage), *(["resumed"] if resumed else []))
+            with told_if_long("checking the task", lambda: _stage_in(stage)):
+                done = subprocess.run(
+                    command,
+                    input=given,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                    timeout=CHECK_TIMEOUT_S,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+                    preexec_fn=die_with_parent,
+                )
         answer = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         log.warning("the task could not be checked before the start", error=str(error)[:300])
@@ -324,14 +329,24 @@ def check_task(settings: Settings, *, resumed: bool = False) -> list[str]:
     return warnings
 
 
-def checked(settings: Settings, *, resumed: bool = False) -> list[str]:
-    """The check itself, in this process; see ``check_task``."""
+def _stage_in(path: Path) -> str:
+    """What the process says that it does; it says nothing before its libraries are loaded."""
+    try:
+        return path.read_text()
+    except OSError:
+        return "loading libraries"
+
+
+def checked(settings: Settings, *, resumed: bool = False, enter: Callable[[str], None] = lambda _: None) -> list[str]:
+    """The check itself, in this process; see ``check_task``. ``enter`` is called at the start of each stage."""
     from streamrl.consumers.training.model import require_weights
     from streamrl.producers.generation.engines.model_files import read_facts
     from streamrl.producers.generation.tokenizer import ModelTokenizer
 
+    enter("reading the model's files")
     facts = read_facts(settings.model.path, settings.generation.max_model_len)
     require_weights(settings.model.path)
+    enter("looking for the engine and its devices")
     require_engine(settings, facts)
     require_room(settings, parameters_of(facts))
     if resumed:
@@ -340,12 +355,16 @@ def checked(settings: Settings, *, resumed: bool = False) -> list[str]:
         load_function(function)
     algorithm_of(settings.algorithm)  # a user's own algorithm may be missing, or refuse its options
     open_window(settings.loop, settings.ingest, lambda: 0)  # a user's own priority function may be missing
+    enter("trying optional features")
     asyncio.run(_try_features(settings))
+    enter("loading the tokenizer")
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
     notes = [] if facts.ends.ids or settings.loop.stop else [never_ends(settings)]
     if settings.data.requests_only:
         return notes
+    enter("opening the prompts")
     prompts = SampledPrompts(settings)
+    enter(f"reading {min(MOST_PROMPTS, prompts.total):,} of {prompts.total:,} prompts")
     sample = [*prompts.first(MOST_PROMPTS, PROMPTS_PATIENCE_S)]
     found = survey_of(settings, tokenizer, facts, sample)
     refused = f"{found.refused_count:,} of {found.checked:,} prompts"
@@ -353,6 +372,7 @@ def checked(settings: Settings, *, resumed: bool = False) -> list[str]:
         refused += f" (sampled from {prompts.total:,})"
     if refuses_too_many(found):
         raise ModelError(_too_many_refused(found, refused))
+    enter(f"calling the reward functions for {min(REWARD_ROWS, len(sample))} rows")
     asyncio.run(_tried_rewards(settings, sample[:REWARD_ROWS], writer_of(settings, tokenizer)))
     warnings = [*notes, *([f"data: {prompts.left_out}"] if prompts.left_out else [])]
     return [*warnings, *([f"{refused} will be refused and skipped: {found.causes()}"] if found.refused else [])]
@@ -394,7 +414,10 @@ def main() -> None:
     settings = Settings.model_validate_json(sys.stdin.read())
     answer: dict[str, object] = {"refusal": None, "warnings": []}
     try:
-        answer["warnings"] = checked(settings, resumed="resumed" in sys.argv)
+        stage = Path(sys.argv[1])
+        answer["warnings"] = checked(
+            settings, resumed="resumed" in sys.argv, enter=lambda text: write_atomically(stage, text)
+        )
     except UserError as error:
         answer["refusal"] = str(error)
     except StreamRLError as error:

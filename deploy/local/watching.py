@@ -134,6 +134,8 @@ def plain_line(state: RunState, max_steps: int, now: float, since: float = 0.0) 
     """
     if (before := _resuming(state, since)) is not None:
         return before
+    if (starting := _starting(state, max_steps, now)) is not None:
+        return "\n".join([starting, *_warning(state, now)])
     figures = live_figures(state, now)
     left = figures["time_left_s"]
     parts = [
@@ -154,6 +156,13 @@ def _resuming(state: RunState, since: float) -> str | None:
     if state.progress.step_at is None or state.progress.step_at >= since:
         return None
     return f"resuming: the last start ended after step {state.progress.step}; its trainer restores a checkpoint"
+
+
+def _starting(state: RunState, max_steps: int, now: float) -> str | None:
+    """What to show before the first step, which has no figures yet."""
+    if state.progress.finished or (waits_for := state.before_first_step(now)) is None:
+        return None
+    return plain_text(f"step {state.progress.step}/{max_steps}  starting: {waits_for}")
 
 
 def _warning(state: RunState, now: float) -> list[str]:
@@ -191,8 +200,10 @@ def live_view(
         )
         table.add_row(Text(plain_text(beat.worker_id)), beat.state.value, *cells)
     lag = "  ".join(f"bucket {bucket}: {count}" for bucket, count in state.lag.items())
-    warnings = [Text(line, style="bold red") for line in _warning(state, now)]
-    return Group(head, table, Text(f"lag  {lag or '-'}", style="dim"), *warnings)
+    notes = [Text(line, style="bold red") for line in _warning(state, now)]
+    if (starting := _starting(state, max_steps, now)) is not None:
+        notes.append(Text(starting, style="bold"))
+    return Group(head, table, Text(f"lag  {lag or '-'}", style="dim"), *notes)
 
 
 async def show_progress(

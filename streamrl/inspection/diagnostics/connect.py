@@ -16,7 +16,7 @@ from streamrl.bus.embedded.detached import running_bootstrap_servers
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.inspection.source import RUNS, PastRun, directory_of, nodes_of, open_run, own_broker
-from streamrl.observability.run_state.state import STALL_S, RunState
+from streamrl.observability.run_state.state import RunProgress, RunState
 from streamrl.schemas.errors import SettingsError, UserError
 from streamrl.schemas.identifiers import is_plain_name, policy_in, scope_of
 from streamrl.schemas.topics import STEPS, TRAJECTORIES, Topic
@@ -92,8 +92,10 @@ class RunConnection:
 
     def new_state(self) -> RunState:
         """The state of the run before any record is read."""
-        stall_s = STALL_S if self.settings is None else self.settings.run.stall_s
-        return RunState(self.run, self.reward_weights, run_parts(self.run), stall_s)
+        if (settings := self.settings) is None:
+            return RunState(self.run, parts=run_parts(self.run))
+        progress = RunProgress(planned_steps=settings.training.max_steps, step_trajectories=settings.loop.step_samples)
+        return RunState(self.run, self.reward_weights, run_parts(self.run), settings.run.stall_s, progress)
 
     def name_of(self, topic: Topic) -> str:
         """Full name of one of the run's topics."""

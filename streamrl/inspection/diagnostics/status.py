@@ -128,7 +128,6 @@ async def read_status(connection: RunConnection) -> RunStatus:
     for topic in sorted(topic for part in state.parts for topic in part.warning_topics):
         state.observe_records(await newest_records(history, topic, await history.extents(topic), 1))
     shards = shards_of(connection, len(trajectories), state.metrics)
-    state.progress.planned_steps = None if connection.settings is None else connection.settings.training.max_steps
     state.refusals.dead_letters = sum(held.end - held.first for held in dead_letters.values())
     if shards is not None:
         state.note_ends(ends_by_bucket({tp: held.end for tp, held in trajectories.items()}, shards))

@@ -33,7 +33,7 @@ from streamrl.observability.run_state.aggregates import (
 from streamrl.observability.run_state.evaluations import EvaluationHistory
 from streamrl.observability.run_state.parts import RunPart
 from streamrl.observability.run_state.skips import EXAMPLE_LIMIT, SkipCauses, SkipCounts
-from streamrl.observability.run_state.stalls import waiting_for
+from streamrl.observability.run_state.stalls import first_step_waits_for, waiting_for
 from streamrl.observability.run_state.trajectory_summary import NEWEST, TrajectorySummary, sampled, summary_of
 from streamrl.schemas.control import DrainWorker, FlowControl, RunFinished, WeightsReady
 from streamrl.schemas.errors import WireError
@@ -113,7 +113,8 @@ class RunProgress:
     """The progress of the run, and its mode.
 
     ``version``, ``step``: the newest reported ones; ``step_at``: when they were reported. ``announced``: the newest
-    weights announced to workers. ``planned_steps``: the run's number of steps by its settings; None: not known.
+    weights announced to workers. ``planned_steps``, ``step_trajectories``: the run's number of steps, and of
+    trajectories in a step, by its settings; None: not known.
     ``finished_step``: the last step at which the coordinator ended the run, even if it continued; -1: it never did.
     """
 
@@ -123,6 +124,7 @@ class RunProgress:
     step: int = 0
     step_at: float | None = None
     planned_steps: int | None = None
+    step_trajectories: int | None = None
     mode: str = "run"
     finished: bool = False
     finished_step: int = -1
@@ -249,6 +251,14 @@ class RunState:
         """The number of optimizer steps after which the run ends."""
         reported = self.metrics.get("progress/max_steps")
         return self.progress.planned_steps if reported is None else int(reported)
+
+    def before_first_step(self, now: float) -> str | None:
+        """What the run waits for before its first step; None after it, also for a trainer that was started again."""
+        newest, progress = self.learning.steps.newest, self.progress
+        if newest is not None and newest.version.lineage == progress.version.lineage:
+            return None
+        is_ready, sampled = progress.step_at is not None, sum(self.lag.values())
+        return first_step_waits_for(is_ready, self.living_workers(now), sampled, progress.step_trajectories)
 
     def living_workers(self, now: float) -> list[Heartbeat]:
         """The last heartbeats of the living workers, sorted by id."""

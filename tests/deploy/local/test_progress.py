@@ -64,9 +64,16 @@ def test_a_resumed_run_shows_nothing_old_as_present() -> None:
     assert "step 400/403" in plain_line(state, 403, 103.0, since=100.0)
 
 
-def test_before_the_first_step_there_is_no_reward() -> None:
-    assert "step 0/10  reward -  " in plain_line(RunState("run"), 10, 0.0)
+def test_before_the_first_step_it_says_what_is_done() -> None:
+    line = "step 0/10  starting: the trainer loads the model and writes its first weights"
+    assert plain_line(RunState("run"), 10, 0.0) == line
     console = Console(width=200, file=StringIO())
     with console.capture() as shown:
         console.print(live_view(RunState("run"), 10, {}, 0.0))
-    assert "step 0/10  reward -  " in shown.get()
+    assert line in shown.get()
+
+
+def test_after_the_first_step_nothing_starts() -> None:
+    state = RunState("run")
+    state.observe_message(report(1, 2))
+    assert "starting" not in plain_line(state, 10, 101.0)

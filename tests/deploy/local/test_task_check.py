@@ -4,12 +4,14 @@ import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from streamrl.deploy.local import task_check
 from streamrl.deploy.local.task_check import FLOOR_BYTES, check_task, checked, disk_room, never_ends, require_readable
 from streamrl.init.preflight import check_engine, check_storage
 from streamrl.planning.measuring import endless_model
@@ -114,6 +116,42 @@ def test_the_check_runs_in_a_process_of_its_own_and_its_refusal_is_one_line(
     with pytest.raises(UserError, match=r"expected a tokenizer at .*bare, got a model without one") as refusal:
         check_task(task(["a"], path=bare))
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.processes
+def test_the_check_says_what_it_does(task: Any) -> None:
+    stages: list[str] = []
+    checked(task(["a", "b"]), enter=stages.append)
+    assert stages == [
+        "reading the model's files",
+        "looking for the engine and its devices",
+        "trying optional features",
+        "loading the tokenizer",
+        "opening the prompts",
+        "reading 2 of 2 prompts",
+        "calling the reward functions for 2 rows",
+    ]
+    stages.clear()
+    checked(task(["a", "b"]), resumed=True, enter=stages.append)
+    assert stages == ["reading the model's files", "looking for the engine and its devices"]
+
+
+@pytest.mark.processes
+def test_what_the_check_does_is_known_outside_its_process(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[str] = []
+
+    @contextmanager
+    def told(what: str, stage: Callable[[], str]) -> Iterator[None]:
+        known.append(f"{what}: {stage()}")
+        yield
+        known.append(f"{what}: {stage()}")
+
+    monkeypatch.setattr(task_check, "told_if_long", told)
+    check_task(task(["a", "b"]))
+    assert known == [
+        "checking the task: loading libraries",
+        "checking the task: calling the reward functions for 2 rows",
+    ]
 
 
 def test_a_model_without_weights_is_refused_before_the_start(task: Any, model: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.inspection.diagnostics.connect import RunConnection
-from streamrl.observability.run_state.stalls import waiting_for
+from streamrl.observability.run_state.stalls import first_step_waits_for, waiting_for
 from streamrl.observability.run_state.state import STALL_S, RunState
 from streamrl.schemas.reports import Heartbeat, StepReport, WorkerState
 from streamrl.settings.loading import validated
@@ -34,6 +34,43 @@ def beat(**changes: Any) -> Heartbeat:
 )
 def test_the_first_thing_that_is_missing_is_named(mode: str, workers: list[Heartbeat], lag: int, expected: str) -> None:
     assert waiting_for(mode, workers, lag).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("is_ready", "workers", "sampled", "wanted", "expected"),
+    [
+        (False, [beat()], 0, 64, "the trainer loads the model"),
+        (True, [], 0, 64, "no worker is up yet"),
+        (True, [beat(state=WorkerState.STARTING)] * 2, 0, 64, "2 workers load the model"),
+        (
+            True,
+            [beat(state=WorkerState.STARTING), beat(running=8, tokens_per_s=90.0)],
+            12,
+            64,
+            "12 of 64 trajectories of the first step; 8 completions run at 90 tokens/s",
+        ),
+        (True, [beat(running=8, tokens_per_s=90.0)], 12, None, "12 trajectories of the first step; 8 completions"),
+        (True, [beat()], 64, 64, "the trainer has 64 trajectories and computes the first step"),
+    ],
+)
+def test_before_the_first_step_it_says_what_is_done_and_how_far_it_is(
+    is_ready: bool, workers: list[Heartbeat], sampled: int, wanted: int | None, expected: str
+) -> None:
+    assert first_step_waits_for(is_ready, workers, sampled, wanted).startswith(expected)
+
+
+def test_a_run_starts_until_its_trainer_has_taken_a_step_also_after_a_restart() -> None:
+    state, report = RunState("r"), examples()["step-report"]
+    assert isinstance(report, StepReport)
+    assert (state.before_first_step(1.0) or "").startswith("the trainer loads")
+    begin = report.replace(policy=None, group_ids=(), micro_batches=(), finished=False)
+    state.observe_message(begin)
+    assert state.before_first_step(1.0) == "no worker is up yet"
+    version = report.version
+    state.observe_message(report.replace(policy=None, version=version._replace(number=version.number + 1)))
+    assert state.before_first_step(1.0) is None
+    state.observe_message(begin.replace(version=version._replace(lineage=version.lineage + 1)))
+    assert state.before_first_step(1.0) == "no worker is up yet"
 
 
 def test_a_run_without_a_step_for_two_minutes_says_what_it_waits_for() -> None:
