@@ -46,13 +46,8 @@ WHOLE_RUNS = """
 
 - `trajectories`, `trajectories_per_s`, `tokens_per_s` (tokens of completions), `staleness_mean`, `staleness_max` and
   `trainer_wait_share` are over all optimizer steps; rates are over the time of the steps (`step_seconds`);
-<<<<<<< HEAD
 - `reward_first` and `reward_last` are means over the first and the last `reward_steps` steps, at most five;
-- `skipped` counts by reason.
-=======
-- `reward_first` and `reward_last` are means over the first and the last five steps;
 - `skipped` counts by reason; `lag` counts the trajectories left over at the end, also by length bucket.
->>>>>>> f4334871 (Show lag and top of an ended run from its files, and its true last step: both needed a broker, and a resumed run's step was counted twice)
 
 `metrics.jsonl`, trackers and `streamrl_step_metric` hold each step's figures under TRL's names: `reward`,
 `off_policy/mean` (staleness; also `max`, `p50`, `p90`, `p99`), `kafka/lag/bucket_0`. The page, `top` and `report.html`

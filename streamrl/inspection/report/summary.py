@@ -34,20 +34,12 @@ def build_summary(
 
     ``resumed_from``: the step of the checkpoint that this start resumed from; 0 for none. ``step_seconds``: the sum of
     the optimizer steps, which rates are over. ``tokens_per_s``: of trained completions. Rewards are means of the first
-<<<<<<< HEAD
     and last ``reward_steps`` steps, at most five; they share no step. ``staleness_*``: in optimizer steps, the mean
     over trained trajectories, each by its oldest span. ``trainer_wait_share``: share of step time spent waiting for a
     batch. ``skipped``: trajectories by reason; ``skip_causes``: skips that may need action, by common cause, with an
-    example. ``evaluation``: results on held-out prompts, at the first and last weights that were evaluated.
+    example. ``lag``: trajectories that were left over, sampled and neither trained nor skipped before the run ended.
+    ``evaluation``: results on held-out prompts, at the first and last weights that were evaluated.
     ``held_out_prompts``: of ``evaluation.function``. ``audit``: the verdict of the audit at the end, if there was one.
-=======
-    and last five steps. ``staleness_*``: in optimizer steps, the mean over trained trajectories, each by its oldest
-    span. ``trainer_wait_share``: share of step time spent waiting for a batch. ``skipped``: trajectories by reason;
-    ``skip_causes``: skips that may need action, by common cause, with an example. ``lag``: trajectories that were left
-    over, sampled and neither trained nor skipped before the run ended. ``evaluation``: results on held-out
-    prompts, at the first and last weights that were evaluated. ``audit``: the verdict of the audit at the end, if there
-    was one.
->>>>>>> f4334871 (Show lag and top of an ended run from its files, and its true last step: both needed a broker, and a resumed run's step was counted twice)
     """
     sums, newest = state.learning.steps.sums(), state.learning.steps.newest
     first, last = state.learning.steps.reward_windows()
