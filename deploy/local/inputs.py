@@ -4,6 +4,7 @@
 with the run's identity. So it is decided there, once, whether trajectories of earlier starts belong to the same task.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -48,12 +49,13 @@ def task_of(settings: Settings, inputs: Sequence[RunInput]) -> dict[str, str]:
 
     If one differs, a trajectory's prompt or reward would be another one now.
     """
-    data = settings.data.model_dump(mode="json", exclude={"path", "seed"})
+    # Without defaults, so that a release with more settings does not change the tasks of runs.
+    data = settings.data.model_dump(mode="json", exclude={"path", "seed"}, exclude_defaults=True)
     if settings.data.path is None:  # generated prompts depend on the seed; stored ones only change their order
         data["seed"] = settings.run.seed if settings.data.seed is None else settings.data.seed
-    rewards = settings.rewards.model_dump_json(include=set(REWARD_SETTINGS))
-    sampling = settings.loop.sampling_params().model_dump_json()
-    task = {SETTINGS: text_fingerprint(f"{sorted(data.items())} {rewards} {sampling}")}
+    rewards = settings.rewards.model_dump(mode="json", include=set(REWARD_SETTINGS), exclude_defaults=True)
+    sampling = settings.loop.sampling_params().model_dump(mode="json", exclude_defaults=True)
+    task = {SETTINGS: text_fingerprint(json.dumps([data, rewards, sampling], sort_keys=True))}
     return task | {
         each.name[:LONGEST_NAME]: each.fingerprint
         for each in inputs

@@ -112,7 +112,7 @@ def _inputs(settings: "Settings") -> "list[RunInput]":
             return package_version(library if library in libraries else "streamrl")
         return code_fingerprint(name)
 
-    rules = wanted.model_dump_json(include={"options", "max_turns"})
+    rules = wanted.model_dump_json(include={"options", "max_turns"}, exclude_defaults=True)
     return [
         RunInput(f"environment {name}", None if (code := source(name)) is None else f"{code} {text_fingerprint(rules)}")
         for name in wanted.names

@@ -294,9 +294,11 @@ def run(
 
 
 def _dry_run(config: Path | None, overrides: list[str]) -> int:
-    from streamrl.init.preflight import dry_run
+    from streamrl.deploy.local.long_steps import told_if_long
     from streamrl.settings.loading import load_settings
 
+    with told_if_long("loading libraries for the checks"):
+        from streamrl.init.preflight import dry_run
     return dry_run(load_settings(config, overrides), print)
 
 
