@@ -359,7 +359,8 @@ def checked(settings: Settings, *, resumed: bool = False, enter: Callable[[str],
     asyncio.run(_try_features(settings))
     enter("loading the tokenizer")
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
-    notes = [] if facts.ends.ids or settings.loop.stop else [never_ends(settings)]
+    notes = [note for feature in features() for note in feature.start.notes(settings)]
+    notes += [] if facts.ends.ids or settings.loop.stop else [never_ends(settings)]
     if settings.data.requests_only:
         return notes
     enter("opening the prompts")

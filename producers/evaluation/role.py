@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from streamrl.producers.evaluation.settings import HeldOutSettings
     from streamrl.producers.evaluation.state import HeldOutPrompts
     from streamrl.producers.evaluation.worker_samples import EvaluationSlots
+    from streamrl.producers.prompts.settings import DataSettings
     from streamrl.schemas.trajectories import Prompt
     from streamrl.settings.starts import RunInput
     from streamrl.settings.tree import Settings
@@ -159,6 +160,35 @@ def _check_start(settings: "Settings") -> None:
             require_readable(Path(held_out.path).expanduser(), f"evaluation.data.{name}.path")
 
 
+def _notes(settings: "Settings") -> list[str]:
+    wanted, last = _held_out_of(settings), settings.training.max_steps
+    notes = [
+        f"the run trains on prompts of the held-out set {name}; give it another split or file, or a seed that is at "
+        "least 10,000 away"
+        for name, held_out in wanted.sets.items()
+        if _is_trained(settings, held_out, wanted.prompts)
+    ]
+    if wanted.sets and wanted.every > last:
+        notes.append(
+            f"only the initial weights will be evaluated, since evaluation.every = {wanted.every} is above "
+            f"training.max_steps = {last}"
+        )
+    return notes
+
+
+def _is_trained(settings: "Settings", held_out: "DataSettings", prompts: int) -> bool:
+    """Whether the settings alone say that the run trains on prompts of a held-out set."""
+    data = settings.data
+    if held_out.path is not None:
+        is_part = held_out.split == data.split or held_out.split.startswith(f"{data.split}[")
+        return is_part and (held_out.path, held_out.subset, held_out.filter) == (data.path, data.subset, data.filter)
+    # A generated prompt is a function of the seed plus its index.
+    seed, own = (settings.run.seed if each.seed is None else each.seed for each in (data, held_out))
+    trained = settings.training.max_steps * settings.loop.groups_per_step
+    are_alike = any(data.parts.get(name) == part for name, part in held_out.parts.items())
+    return are_alike and not data.requests_only and data.path is None and seed - prompts < own < seed + trained
+
+
 async def _try_out(settings: "Settings") -> str | None:
     from streamrl.deploy.local.task_check import try_prompts
     from streamrl.producers.evaluation.results import PassRule
@@ -240,7 +270,7 @@ FEATURE = Feature(
         started=_processes,
         awaited=_awaited,
     ),
-    start=StartHooks(check=_check_start, try_out=_try_out, inputs=_inputs),
+    start=StartHooks(check=_check_start, notes=_notes, try_out=_try_out, inputs=_inputs),
     loop=LoopHooks(side_work=_side_work),
     displays=Displays(held_out=_held_out_result),
 )

@@ -60,6 +60,11 @@ class HeldOutSettings(Section):
         if wrong := [k for k in self.k if not 1 <= k <= self.samples]:
             most = f"from 1 to evaluation.samples ({self.samples})"
             raise ValueError(f"expected each of evaluation.k {most}, got {wrong[0]}; lower it")
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError(
+                "expected evaluation.samples = 1 with evaluation.temperature = 0, at which all samples of a prompt "
+                f"are equal, got {self.samples}"
+            )
         return self
 
     @property

@@ -16,7 +16,7 @@ from streamrl.producers.generation.vocabulary import end_tokens, load_tokenizer,
 from streamrl.schemas.errors import ModelError, PromptRefused
 from streamrl.schemas.trajectories import Prompt, SamplingParams
 
-_PARTS = ("tool_calls", "tools", "name")
+_PARTS = ("tool_calls", "function_call", "tools", "name")
 """Parts of a conversation: if the chat template leaves one out, the prompt is refused. A tool's turn may lose its name,
 which the call before it has, too."""
 
@@ -35,6 +35,7 @@ class ModelTokenizer:
         self.ends = end_tokens(model_path, self._tokenizer)
         self._no_text = {**special_tokens(self._tokenizer), **self.ends.texts}
         self._chat_template_kwargs = dict(chat_template_kwargs)
+        self._unseen_roles: dict[tuple[tuple[str, bool], ...], str | None] = {}
         # Templates ignore unknown variables, so a misspelt name would silently have no effect.
         template = str(self._tokenizer.chat_template or "")
         for name in chat_template_kwargs:
@@ -60,6 +61,12 @@ class ModelTokenizer:
             )
         turns: list[dict[str, JsonValue]] = [turn.model_dump() for turn in prompt.content]
         token_ids = self.encode_chat(turns, prompt.tools)
+        if (role := self._unseen_role(turns, prompt.tools)) is not None:
+            raise PromptRefused(
+                f"with a turn of role {role}, which the chat template leaves out",
+                f"expected a chat template at {self._model_path} that shows every turn to the model, got one that "
+                f"leaves a turn of role {role} out; use roles and an order of turns that the model was taught",
+            )
         for part in _PARTS:
             less = [{key: turn[key] for key in turn if key != part or turn["role"] == "tool"} for turn in turns]
             tools = [] if part == "tools" else prompt.tools
@@ -70,6 +77,27 @@ class ModelTokenizer:
                     f"leaves {part} out; use a model that was taught to read it, or remove it from the data",
                 )
         return token_ids
+
+    def _unseen_role(
+        self, turns: Sequence[Mapping[str, JsonValue]], tools: Sequence[Mapping[str, JsonValue]]
+    ) -> str | None:
+        """The role of a turn whose text the chat template leaves out; None if it shows all of them."""
+        # Looked for with made-up texts, so that the answer depends on the roles only, and is the same for most prompts.
+        spoken = tuple((str(turn["role"]), bool(str(turn["content"]).strip())) for turn in turns)
+        if spoken not in self._unseen_roles:
+            marked = [
+                {**turn, "content": f"text {place}."} if speaks else turn
+                for place, (turn, (_, speaks)) in enumerate(zip(turns, spoken, strict=True))
+            ]
+            try:
+                rendered = self._rendered(marked, tools, tokenize=False)
+            except Exception:  # a template that looks into the texts shows them
+                return None
+            self._unseen_roles[spoken] = next(
+                (role for place, (role, speaks) in enumerate(spoken) if speaks and f"text {place}." not in rendered),
+                None,
+            )
+        return self._unseen_roles[spoken]
 
     def _says_the_same(
         self, token_ids: list[int], turns: Sequence[Mapping[str, JsonValue]], tools: Sequence[Mapping[str, JsonValue]]
@@ -110,18 +138,28 @@ class ModelTokenizer:
         Raises:
             Exception: the template may raise any exception.
         """
+        token_ids: list[int] = self._rendered(turns, tools, tokenize=True)
+        return token_ids
+
+    def _rendered(
+        self,
+        turns: Sequence[Mapping[str, JsonValue]],
+        tools: Sequence[Mapping[str, JsonValue]] | None,
+        *,
+        tokenize: bool,
+    ) -> Any:
         continues = turns[-1].get("role") == "assistant"
         if continues and turns[-1].get("tool_calls"):
             raise ValueError("expected a tool's turn after an assistant's turn with tool_calls, got none")
-        token_ids: list[int] = self._tokenizer.apply_chat_template(
+        return self._tokenizer.apply_chat_template(
             list(turns),
             tools=list(tools) if tools else None,
             add_generation_prompt=not continues,
             continue_final_message=continues,
+            tokenize=tokenize,
             return_dict=False,
             **self._chat_template_kwargs,
         )
-        return token_ids
 
     def decoder_for(self, sampling: SamplingParams) -> Decode:
         """The decoder of the text in which stop strings are found, and which rewards see.

@@ -13,6 +13,8 @@ _LIKE_TURNS = re.compile(r"\s*\[\s*\{\s*['\"](role|content)['\"]\s*:")
 """Start of a text that is a list of turns, written by JSON, or by Python, which JSON cannot read."""
 TOOLS = "tools"
 """Column with the tools of a conversation: JSON schemas, as a list or as its JSON text. TRL has the same name."""
+VARIABLES = "chat_template_kwargs"
+"""Column with variables of the chat template for one row, in TRL. A run has one set of them for all rows."""
 
 
 class NotWhole(ValueError):
@@ -40,7 +42,10 @@ def turns_in(prompt: Any) -> str | list[dict[str, Any]]:
         raise NotWhole("nothing" if prompt is None else type(prompt).__name__)
     if not prompt:
         raise NotWhole("an empty list")
-    return [_turn(turn, number) for number, turn in enumerate(prompt, start=1)]
+    turns = [_turn(turn, number) for number, turn in enumerate(prompt, start=1)]
+    if turns[-1]["role"] == "user" and not turns[-1]["content"].strip():
+        raise NotWhole(f"an empty text as turn {len(turns)}")
+    return turns
 
 
 def _turn(turn: Any, number: int) -> dict[str, Any]:

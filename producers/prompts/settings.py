@@ -143,6 +143,11 @@ class DataSettings(Section):
             raise ValueError("expected no data.options with data.path; options are for data.dataset")
         if self.mixture and self.options:
             raise ValueError("expected options inside each data set of data.mixture, got data.options as well")
+        if self.answer_column is not None and self.answer_column == self.prompt_column:
+            raise ValueError(
+                f"expected an answer of its own in data.answer_column, got the prompt's column {self.answer_column!r}; "
+                "every copy of the prompt would be right"
+            )
         if PLACEHOLDER not in self.prompt_template:
             raise ValueError(f"expected {PLACEHOLDER} in data.prompt_template, got {self.prompt_template!r}")
         return self

@@ -21,7 +21,7 @@ import structlog
 from pydantic import JsonValue, ValidationError
 
 from streamrl.producers.prompts.columns import column_map
-from streamrl.producers.prompts.conversations import TOOLS, NotWhole, tools_in
+from streamrl.producers.prompts.conversations import TOOLS, VARIABLES, NotWhole, tools_in, without_nothing
 from streamrl.producers.prompts.gym import GymDataset, open_dataset
 from streamrl.producers.prompts.settings import PLACEHOLDER, DataSettings
 from streamrl.producers.prompts.tables import open_table
@@ -275,6 +275,7 @@ def make_prompt(
     where = where or prompt_id
     worded, stated = _worded(settings, content, where)
     columns = _with_tools(settings, columns, where, is_chat=not isinstance(worded, str))
+    _refuse_variables(settings, columns, where)
     try:
         prompt = Prompt(
             prompt_id=prompt_id,
@@ -364,6 +365,20 @@ def _with_tools(settings: DataSettings, columns: Mapping[str, Any], where: str, 
             "got one; leave the setting out"
         )
     return {**columns, TOOLS: tools} if tools else columns
+
+
+def _refuse_variables(settings: DataSettings, columns: Mapping[str, Any], where: str) -> None:
+    """Refuse a row that wants other variables of the chat template than the settings give to all rows.
+
+    Raises:
+        DataError: it does.
+    """
+    given = without_nothing(columns.get(VARIABLES))
+    if given and given != settings.chat_template_kwargs:
+        raise DataError(
+            f"expected no column {VARIABLES!r} at {where}, because the chat template gets the variables of "
+            f"data.chat_template_kwargs in every row, got {given}; set data.chat_template_kwargs to it"
+        )
 
 
 def json_safe(value: Any) -> JsonValue:

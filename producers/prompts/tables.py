@@ -293,6 +293,8 @@ def _opened(path: str, read: Callable[[Any], Table]) -> Table:
 def _loaded(datasets: Any, named: tuple[str | None, ...], path: str, split: str, name: str, **options: Any) -> Table:
     """The table that the library finds under these names; files of text are only found by it, and read here."""
     builder = datasets.load_dataset_builder(*named, **options)
+    if Path(path).is_dir():
+        _refuse_unread(datasets, Path(path), builder.config.data_files)
     if (files := _text_files(datasets, builder, path)) is not None:
         return _text_split(files, split, name)
     builder.download_and_prepare()
@@ -304,6 +306,34 @@ def _loaded(datasets: Any, named: tuple[str | None, ...], path: str, split: str,
             "types are guessed; download the files, and set data.path to their directory"
         )
     return ArrowTable(dataset, path, name)
+
+
+def _refuse_unread(datasets: Any, path: Path, read: Mapping[Any, Sequence[str]]) -> None:
+    """Refuse a directory with data files that the library leaves out: of rarer endings, or without a split's name.
+
+    A directory whose README lists its files has others on purpose.
+
+    Raises:
+        DataError: the directory has such files.
+    """
+    card = path / datasets.config.REPOCARD_FILENAME
+    if card.exists() and re.search(r"^configs:", card.read_text(errors="replace"), re.MULTILINE):
+        return
+    known = {Path(file).resolve() for files in read.values() for file in files}
+    passed_over = datasets.data_files.FILES_TO_IGNORE
+    unread = [
+        file
+        for file in sorted(path.rglob("*"))
+        if ending_of(file) in ENDINGS and file.name not in passed_over and file.is_file()
+        if not any(part.startswith((".", "__")) for part in file.relative_to(path).parts)
+        if file.resolve() not in known
+    ]
+    if unread:
+        raise DataError(
+            f"expected every data file in {path} to be read, got {len(unread)} that would be left out, such as "
+            f"{unread[0].relative_to(path)}: files of one ending are read, and if some have the name of a split, only "
+            "those; move the others elsewhere, or set data.path to one file"
+        )
 
 
 def _text_files(datasets: Any, builder: Any, path: str) -> dict[str, list[_TextFile]] | None:

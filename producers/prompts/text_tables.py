@@ -20,6 +20,7 @@ import shutil
 import tempfile
 import weakref
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -172,7 +173,15 @@ def _opened(file: Path | IO[bytes]) -> AbstractContextManager[IO[bytes]]:
 
 def _parsed(raw: bytes) -> Any:
     # Refuse NaN and Infinity here: Python reads them, and sending the prompt would fail later.
-    return json.loads(raw, parse_constant=_refuse)
+    return json.loads(raw, parse_constant=_refuse, object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Row:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # Python keeps the last of them
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in found if names.count(name) > 1)!r} more than once")
+    return found
 
 
 def _refuse(constant: str) -> Any:
@@ -222,7 +231,7 @@ def _cells(file: IO[bytes], shown: str, delimiter: str) -> Iterator[Row]:
     import pyarrow
     from pyarrow import csv as arrow_csv
 
-    names = _names_in(file, delimiter)
+    names = _names_in(file, shown, delimiter)
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(f"expected columns of different names in {shown}, got {', '.join(repeated)} more than once")
     # All columns are declared as text, so that none is guessed to be numbers, dates or truth values.
@@ -246,11 +255,25 @@ def _cells(file: IO[bytes], shown: str, delimiter: str) -> Iterator[Row]:
         ) from error
 
 
-def _names_in(file: IO[bytes], delimiter: str) -> list[str]:
-    """The names in the first row. The file is at its start afterwards."""
+def _names_in(file: IO[bytes], shown: str, delimiter: str) -> list[str]:
+    """The names in the first row, after a look at the quotes of all rows. The file is at its start afterwards.
+
+    Raises:
+        DataError: a cell has more text after its closing quote. Arrow would read other text, or join rows.
+    """
     # Not by Arrow, which reads ahead in threads that another reader of the file would disturb.
     lines = io.TextIOWrapper(file, "utf-8-sig", errors="replace", newline="")
-    names = next((names for names in csv.reader(lines, delimiter=delimiter) if names), [])
-    lines.detach()
-    file.seek(0)
+    csv.field_size_limit(BLOCK_BYTES)
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    try:
+        names = next((row for row in rows if row), [])
+        deque(rows, maxlen=0)
+    except csv.Error as error:
+        raise DataError(
+            f"expected quotes around whole cells in {shown}, got at line {rows.line_num}: {error}; write a quote "
+            'within a quoted cell twice: ""'
+        ) from error
+    finally:
+        lines.detach()
+        file.seek(0)
     return names

@@ -39,6 +39,7 @@ DIGITS = 6
 _SIGNS = str.maketrans(
     {"−": "-", "×": r"\times ", "÷": r"\div ", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt "}
     | {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "°": r"^\circ ", "²": "^2", "³": "^3", "½": r"\frac{1}{2}"}
+    | {"∅": r"\emptyset "}
 )
 _MARKED = re.compile(r"\$\$([^$]*)\$\$|\$([^$]*)\$|\\\(((?:(?!\\\)).)*)\\\)|\\\[((?:(?!\\\]).)*)\\\]", re.DOTALL)
 """One formula between its marks."""
@@ -47,12 +48,20 @@ _SCIENTIFIC = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)[eE][+-]?\d{1,3}")
 _MIXED = re.compile(r"(-?)(\d+)\s+(\d+)\s*/\s*(\d+)")
 _THOUSANDS = re.compile(r"[^,]*?\d{1,3}(?:,\d{3})+(?:\.\d+)?[^,]*")
 _SIDE_BY_SIDE = re.compile(r"(?<![\d_])\d+\s+\d|\d\.\d+\.\d")
-_MODULUS = re.compile(r"\\[pb]?mod\b")
+_MODULUS = re.compile(r"\\[pb]mod\b|\bmod\b")
 _IN_BASE = re.compile(r"(\d+)_\{?(\d+)\}?")
+BASES = range(2, 37)
+_HEXADECIMAL = re.compile(r"0[xXbBoO][\da-fA-F]+")
+_DECIMAL_COMMA = re.compile(r"\d{1,3}(?:\.\d{3})+,\d+")
+_RATIO = re.compile(r"\d+(?:\s*:\s*\d+){2,}")
+_MAGNITUDE = re.compile(r"\b(?:hundred|thousand|million|billion|trillion|dozen)s?\b")
+"""Words that are numbers: they are no unit."""
 _DATE = re.compile(r"\d{4}-\d\d?-\d\d?|\d\d?/\d\d?/\d{2,4}|\d\d?:\d\d(?::\d\d)?")
 _CHOICES = re.compile(r"\(?[A-Za-z]\)?(?:\s*(?:,|;|&|\band\b|\bor\b)\s*\(?[A-Za-z]\)?)*[.)]?")
-_SPACES = re.compile("[\u00a0\u2009\u202f]")
-"""Spaces that do not break a line, as in 10 000."""
+_SPACES = re.compile("[\u00a0\u2009\u202f]" r"|(?<=\w)~(?=\w)|(?<!\\)\\(?:q?quad(?![A-Za-z])|[,;: ])")
+"""Spaces that do not break a line, as in 10 000, and LaTeX's: the library reads 10\\,000 as 10 times 000."""
+_TEXT = re.compile(r"\\text\w*\s*\{([^{}]*\d[^{}]*)\}")
+"""A text with a number in it, which is an answer and no word."""
 _QUOTE = re.compile(r"['\"]")
 _LETTERS_ONLY = re.compile(r"[A-Za-z\s.,;:()'&!?]+")
 _GROUPS = re.compile(r"\\(?:text\w*|math\w+|mbox|operatorname\*?|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
@@ -66,13 +75,15 @@ _SHORT_WORD = re.compile(
 _UNIT_WORDS = (
     r"cm|mm|km|m|kg|mg|g|lbs?|oz|ft|feet|foot|in|inch(?:es)?|yards?|miles?|mph|kmh|hours?|hrs?|h|minutes?|mins?|"
     r"seconds?|secs?|s|days?|weeks?|months?|years?|degrees?|deg|dollars?|cents?|lit(?:er|re)s?|ml|l|met(?:er|re)s?|"
-    r"square units|cubic units|units?"
+    r"cups?|pounds?|square units|cubic units|units?"
 )
 _UNIT = re.compile(
     r"(?<=[\d})])(?:\s*\\(?:text\w*|mathrm|mbox)\s*\{[^{}]*\}"
     rf"|\s+(?:(?:square|cubic|sq\.?)\s+)?(?:{_UNIT_WORDS})\.?|\s*(?:cm|mm|km|kg))(?:\s*\^\s*(?:\d|\{{\d\}}))?\s*$"
 )
 """The unit after a number, which is not compared."""
+_ORDINAL = re.compile(r"(?<=\d)(?:\s*\^\s*\{?\s*(?:\\\w+\s*\{)?)?(?:st|nd|rd|th)\}*$")
+"""As in 3rd and 7^{\text{th}}, which the library reads as products and powers of letters."""
 _WHOLE = LatexExtractionConfig(
     # Without its units, since the library takes letters for units: it reads 2ab and 5t as 2 and 5.
     normalization_config=NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="last")
@@ -92,6 +103,8 @@ def core_of(text: str) -> str:
     core = (boxes[-1] if boxes else core).replace("\\$", "$").strip()
     if marked := _MARKED.fullmatch(core):
         core = next(inner for inner in marked.groups() if inner is not None).strip()
+    if written := _TEXT.fullmatch(core):
+        core = written[1].strip()
     return core.removesuffix(".").rstrip()
 
 
@@ -121,7 +134,7 @@ def expected(text: str) -> Any:
         TimeoutError: reading took too long.
     """
     core = core_of(text)
-    if fault := _fault_of(_without_unit(core)):
+    if fault := "its unit is a number" if _MAGNITUDE.search(core) else _fault_of(_without_unit(core)):
         raise _refusal(text, fault)
     read = read_whole(core)
     if read is None or not is_equal(read, read):
@@ -154,6 +167,10 @@ def _fault_of(core: str) -> str | None:
         return "it is a date or a time"
     if _MODULUS.search(core):
         return "math_verify does not read congruences"
+    if (in_base := _IN_BASE.fullmatch(core)) and int(in_base[2]) not in BASES:
+        return f"{in_base[2]} is no base of numbers"
+    if _HEXADECIMAL.fullmatch(core) or _DECIMAL_COMMA.fullmatch(core):
+        return "math_verify does not read numbers of this form"
     if _SIDE_BY_SIDE.search(core) and _plain(core) is None:
         return "numbers stand side by side"
     return None
@@ -166,7 +183,7 @@ def words_in(text: str) -> list[str]:
 
 
 def _without_unit(core: str) -> str:
-    return _UNIT.sub("", core)
+    return _ORDINAL.sub("", _UNIT.sub("", core))
 
 
 def read_whole(core: str) -> Any | None:
@@ -180,7 +197,7 @@ def read_whole(core: str) -> Any | None:
         return None
     if (number := _plain(core)) is not None:
         return number
-    latex = _BARE_FUNCTION.sub(r"\\\1 ", core.translate(_SIGNS))
+    latex = _BARE_FUNCTION.sub(r"\\\1 ", core.translate(_SIGNS)).replace("\\varnothing", "\\emptyset ")
     if not latex or latex.count("{") != latex.count("}"):
         return None
     found = _parsed(f"\\boxed{{{latex}}}", [_WHOLE], fallback_mode="no_fallback", extraction_mode="first_match")
@@ -196,6 +213,8 @@ def _plain(core: str) -> Any | None:
         return None if not int(below) else int(f"{sign}1") * (int(whole) + Rational(int(above), int(below)))
     if in_base := _IN_BASE.fullmatch(core):  # the library leaves the base out
         return Tuple(*map(Integer, in_base.groups()))
+    if _RATIO.fullmatch(core):  # the library reads the first two numbers
+        return Tuple(*map(Integer, core.split(":")))
     # Other commas separate the elements of a list, as in LaTeX.
     if "," in core and not _THOUSANDS.fullmatch(core):
         return None

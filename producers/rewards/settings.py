@@ -132,6 +132,8 @@ class RewardSettings(Section):
             raise ValueError(
                 f"expected as many rewards.weights as functions ({len(self.functions)}), got {len(self.weights)}"
             )
+        if self.weights and not any(self.weights):
+            raise ValueError("expected one of rewards.weights other than 0, got none: every reward would be 0")
         return self
 
     @property

@@ -55,6 +55,8 @@ from streamrl.settings.tree import Settings
 PROMPTS_PATIENCE_S = 60.0
 """Most seconds in which prompts are read and tokenised: all of most data sets, and a sample of larger ones."""
 SHOWN_ROWS = 5
+MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
+"""Columns that other libraries show to the model."""
 MAX_SHOWN_CHARACTERS = 60
 """Most characters of a prompt's start, and of its end, that are shown."""
 
@@ -133,6 +135,7 @@ def dry_run(settings: Settings, report: Report) -> int:
     first = checklist.attempt("data", lambda: [*prompts.first(REWARD_ROWS, PROMPTS_PATIENCE_S)]) if prompts else None
     if first and prompts is not None:
         checklist.run("data", lambda: check_prompts(first, prompts.total, prompts.left_out))
+        checklist.run("data", lambda: check_amount(settings, prompts.total))
     # An emulated run has neither a model nor real rewards, so these are not checked.
     tokenizer = None if emulated else checklist.attempt("tokenizer", lambda: read_tokenizer(settings))
     size = 0 if emulated else _model(checklist, settings, tokenizer, prompts if first else None)
@@ -198,7 +201,8 @@ def _check_evaluation(path: str) -> Check:
 
 async def _try_out(feature: Feature, settings: Settings) -> list[Check]:
     found = await feature.start.try_out(settings)
-    return [] if found is None else [Check(feature.name, "ok", found)]
+    notes = [Check(feature.name, "note", note) for note in feature.start.notes(settings)]
+    return [*notes, *([] if found is None else [Check(feature.name, "ok", found)])]
 
 
 def _check_tracking(settings: Settings) -> Check:
@@ -431,7 +435,20 @@ def check_prompts(prompts: Sequence[Prompt], total: int, left_out: str = "") -> 
     text = first.text if len(first.text) <= MAX_SHOWN_CHARACTERS else first.text[:MAX_SHOWN_CHARACTERS] + "…"
     columns = ", ".join(sorted(first.columns)) or "none"
     shown = f"{first.prompt_id} is {text!r}; columns for rewards: {columns}"
-    return Check("data", "note" if left_out else "ok", f"{total:,} prompts; {left_out}{'; ' * bool(left_out)}{shown}")
+    unseen = sorted({name for prompt in prompts for name in MEDIA & prompt.columns.keys() if prompt.columns[name]})
+    notes = [left_out] if left_out else []
+    if unseen:
+        notes.append(f"the model sees text alone, and nothing of column {', '.join(unseen)}")
+    return Check("data", "note" if notes else "ok", "; ".join([f"{total:,} prompts", *notes, shown]))
+
+
+def check_amount(settings: Settings, total: int) -> list[Check]:
+    """A note if one step takes more prompts than the data has."""
+    wanted = settings.loop.groups_per_step
+    if wanted <= total:
+        return []
+    detail = f"a step takes {wanted} prompts, the data has {total}: each step has the same prompts several times"
+    return [Check("data", "note", f"{detail}; lower loop.groups_per_step, or give more data")]
 
 
 async def check_rewards(

@@ -245,15 +245,16 @@ class StartHooks:
     ``packages`` raises ``SettingsError`` if a package that the feature needs is not installed. ``check`` runs before
     anything is written, such as a check for a free port; it raises ``UserError``. ``try_out`` tries something that the
     run will use, such as a user's class. It returns its result in one line, or None if there is nothing to try, and
-    raises ``UserError``. ``inputs``: files and code that it depends on besides settings, to notice changes. ``lines``:
-    lines to print; ``options``: options for all processes of the run that are known only at its start, such as a free
-    port.
+    raises ``UserError``. ``notes``: what is worth knowing of the settings before a run, though it can start.
+    ``inputs``: files and code that it depends on besides settings, to notice changes. ``lines``: lines to print;
+    ``options``: options for all processes of the run that are known only at its start, such as a free port.
     """
 
     packages: "Callable[[Settings], None]" = _nothing
     check: "Callable[[Settings], None]" = _nothing
     try_out: "Callable[[Settings], Coroutine[Any, Any, str | None]]" = _nothing_to_try
     inputs: "Callable[[Settings], Sequence[RunInput]]" = _no_inputs
+    notes: "Callable[[Settings], Sequence[str]]" = _no_lines
     lines: "Callable[[Settings], Sequence[str]]" = _no_lines
     options: "Callable[[Settings], Sequence[str]]" = _no_lines
 

@@ -173,6 +173,11 @@ def _check_sections_agree(settings: Settings) -> None:
             f"expected loop.num_generations >= 2 for group advantages, got {settings.loop.num_generations}; "
             f"raise it, or choose one of {', '.join(sorted(WITHOUT_A_GROUP))} as algorithm.name"
         )
+    if settings.loop.top_k == 1 and name not in WITHOUT_A_GROUP and settings.training.backend != "emulated":
+        raise SettingsError(
+            "expected loop.top_k above 1, or 0 for no limit, since all completions of a group would be equal and train "
+            "nothing, got 1"
+        )
     _check_lora(settings)
     for feature in features():
         feature.settings.check(settings)

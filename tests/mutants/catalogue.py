@@ -3,9 +3,10 @@
 They are mistakes against the promises that the loop rests on: what a checkpoint covers, what is read again after a
 restart, which tokens are trained, what a fenced worker may still do. A later letter is the same mistake elsewhere.
 Those of checkpoints and restarts from 17 on are in ``restarts``, those of whose run it is, of strangers' text and code,
-and of what watches a run in ``promises``.
+and of what watches a run in ``promises``, those of a user's data, tokens and rewards in ``inputs``.
 """
 
+from tests.mutants.inputs import INPUTS
 from tests.mutants.mutant import Mutant
 from tests.mutants.promises import PROMISES
 from tests.mutants.restarts import RESTARTS
@@ -305,4 +306,5 @@ MUTANTS = (
     ),
     *RESTARTS,
     *PROMISES,
+    *INPUTS,
 )

@@ -119,6 +119,7 @@ def test_wrong_sampling_settings_are_one_line(tmp_path: Path, argument: str, mes
         (["--algorithm.learning_rate=0.9"], r"did you mean training\.learning_rate\?"),
         (["--algorithm.name=dpo", "--generation.engine=emulated"], r'got algorithm\.name = "dpo"'),
         (["--loop.num_generations=1"], r"expected loop\.num_generations >= 2"),
+        (["--loop.top_k=1"], r"expected loop\.top_k above 1"),
     ],
 )
 def test_settings_of_other_algorithms_are_refused_in_one_line(

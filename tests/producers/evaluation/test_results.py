@@ -112,3 +112,5 @@ def test_settings_tell_what_is_due_and_how_many_slots_it_takes() -> None:
     assert (off.sets, off.slots(64), off.is_due(0)) == ({}, 0, False)
     with pytest.raises(ValueError, match=r"each of evaluation.k from 1 to evaluation.samples \(2\), got 3; lower it"):
         HeldOutSettings(samples=2, k=(3,))
+    with pytest.raises(ValueError, match=r"expected evaluation\.samples = 1 with evaluation\.temperature = 0.*got 2"):
+        HeldOutSettings(samples=2, temperature=0)

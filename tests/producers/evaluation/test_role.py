@@ -1,6 +1,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from streamrl.producers.evaluation.settings import HeldOutSettings
 from streamrl.producers.grading.settings import GradedRewards
 from streamrl.schemas.errors import SettingsError, UserError
 from streamrl.settings.features import awaited, features
-from streamrl.settings.loading import as_toml, load_settings
+from streamrl.settings.loading import as_toml, load_settings, validated
 from tests.pipeline.tiny_model import save_tiny_model
 
 
@@ -109,6 +110,33 @@ def test_template_variables_of_a_set_of_its_own_are_refused_since_no_worker_woul
     variables = "--evaluation.data.held_out.chat_template_kwargs={enable_thinking = false}"
     with pytest.raises(SettingsError, match=r"the chat_template_kwargs of \[data\] in \[evaluation\.data\.held_out\]"):
         load_settings(None, [*given, variables])
+
+
+@pytest.mark.parametrize(
+    ("data", "held_out", "is_trained"),
+    [
+        ({"path": "a.jsonl"}, {"path": "a.jsonl"}, True),
+        ({"path": "a.jsonl"}, {"path": "a.jsonl", "split": "train[:9]"}, True),
+        ({"path": "a.jsonl", "split": "train[9:]"}, {"path": "a.jsonl", "split": "train[:9]"}, False),
+        ({"path": "a.jsonl"}, {"path": "b.jsonl"}, False),
+        ({"dataset": "gcd"}, {"dataset": "gcd", "seed": 79}, True),  # ten steps of eight prompts are trained
+        ({"dataset": "gcd"}, {"dataset": "gcd", "seed": 80}, False),
+        ({"dataset": "gcd", "seed": 63}, {"dataset": "gcd"}, True),  # 64 are evaluated
+        ({"dataset": "gcd", "seed": 64}, {"dataset": "gcd"}, False),
+        ({"dataset": "gcd"}, {"dataset": "lcm"}, False),
+        ({"dataset": "gcd", "options": {"max_num": 9}}, {"dataset": "gcd"}, False),
+        ({"requests_only": True}, {"dataset": "gcd"}, False),
+    ],
+)
+def test_prompts_that_are_held_out_and_trained_are_noted(data: Any, held_out: Any, is_trained: bool) -> None:
+    tree: dict[str, Any] = {"model": {"path": "m"}, "data": data, "evaluation": {"data": {"test": held_out}}}
+    tree |= {"training": {"max_steps": 10}, "loop": {"groups_per_step": 8}, "gateway": {"enabled": True}}
+    notes = FEATURE.start.notes(validated(tree | {"evaluation": {"every": 10, **tree["evaluation"]}}))
+    assert [note.startswith("the run trains on prompts of the held-out set test; give") for note in notes] == (
+        [True] * is_trained
+    )
+    (*_, late) = FEATURE.start.notes(validated(tree | {"evaluation": {"every": 11, **tree["evaluation"]}}))
+    assert late.startswith("only the initial weights will be evaluated, since evaluation.every = 11 is above")
 
 
 def test_an_interval_of_0_turns_the_evaluation_off() -> None:

@@ -87,6 +87,18 @@ def test_a_conversation_is_rendered_whole_or_refused_by_the_part_that_the_templa
     assert plain.encode_prompt(prompt((user, answered))) == ids("<u>cd<t>a>")
 
 
+def test_a_turn_that_the_template_leaves_out_is_refused_with_its_role(tmp_path: Path) -> None:
+    only = "{% if m['role'] in ('user', 'assistant') or loop.first and m['role'] == 'system' %}<"
+    tokenizer = write(tmp_path, template=TEMPLATE.replace("<", only, 1).replace("{% endfor", "{% endif %}{% endfor"))
+    system, user, tool = (ChatTurn(role=role, content="ab") for role in ("system", "user", "developer"))
+    assert tokenizer.encode_prompt(prompt((system, user))) == ids("<s>ab<u>ab>")
+    for turns, role in (((tool, user), "developer"), ((system, system, user), "system")):
+        with pytest.raises(PromptRefused, match=f"got one that leaves a turn of role {role} out"):
+            tokenizer.encode_prompt(prompt(turns))
+    silent = ChatTurn(role="developer", content=" ")
+    assert tokenizer.encode_prompt(prompt((silent, user))) == ids("<u>ab>")
+
+
 def test_special_tokens_are_written_out_where_they_are_asked_for(tmp_path: Path) -> None:
     tokenizer = write(tmp_path, habit="<bos> $A")
     said = [*ids("ab"), 1]

@@ -36,8 +36,8 @@ def turns(draw: st.DrawFn) -> list[dict[str, Any]]:
         "id": "a",
         "function": {"name": "f", "arguments": draw(st.dictionaries(st.sampled_from("xyz"), texts, min_size=1))},
     }
-    user = {"role": "user", "content": draw(texts), **draw(st.sampled_from([{}, {"name": "bob"}]))}
-    parts = {"role": "user", "content": [{"type": "text", "text": draw(texts)}]}
+    user = {"role": "user", "content": draw(prompts), **draw(st.sampled_from([{}, {"name": "bob"}]))}
+    parts = {"role": "user", "content": [{"type": "text", "text": draw(prompts)}]}
     called = {"role": "assistant", "content": draw(texts | st.none()), "tool_calls": [call]}
     answered = {"role": "tool", "content": draw(texts), "tool_call_id": "a", "name": "f"}
     return draw(

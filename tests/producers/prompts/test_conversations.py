@@ -56,6 +56,7 @@ def test_turns_as_json_text_are_turns_and_any_other_text_is_text() -> None:
         (USER, "dict"),
         (" ", "an empty text"),
         ([], "an empty list"),
+        ([{"role": "system", "content": "s"}, {"role": "user", "content": " "}], "an empty text as turn 2"),
         (["hi"], "str as turn 1"),
         ([USER, {"role": "assistant"}], "turn 2 without text as content"),
         ([{"from": "human", "value": "hi"}], "turn 1 without text as role and content"),

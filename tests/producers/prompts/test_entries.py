@@ -76,6 +76,14 @@ def test_a_column_of_that_name_with_something_else_is_refused_in_a_chat_alone(to
     assert _prompt([{"role": "user", "content": "hi"}], {"tools": None}).tools == []
 
 
+def test_variables_of_the_chat_template_in_a_row_are_refused_unless_they_are_those_of_the_run() -> None:
+    chat, variables = [{"role": "user", "content": "hi"}], {"enable_thinking": False}
+    with pytest.raises(DataError, match=r"no column 'chat_template_kwargs' at gcd/7.*got {'enable_thinking': False}"):
+        _prompt(chat, {"chat_template_kwargs": {**variables, "level": None}})
+    assert _prompt(chat, {"chat_template_kwargs": variables}, chat_template_kwargs=variables)
+    assert _prompt(chat, {"chat_template_kwargs": None})
+
+
 @pytest.mark.parametrize("content", [[], 3, [{"role": "user"}], "\ud800", "x" * (1 << 20 | 1)])
 def test_a_prompt_that_cannot_be_sent_is_refused_with_its_name(content: Any) -> None:
     with pytest.raises(DataError, match="gcd/7"):

@@ -25,6 +25,7 @@ def test_a_bare_number_in_a_mixture_is_a_weight() -> None:
         ({"dataset": "gcd", "prompt_template": "Q:"}, "prompt_template"),
         ({"dataset": "gcd", "filter": "no_colon"}, "filter"),
         ({"dataset": "../up"}, "dataset"),
+        ({"path": "a.csv", "prompt_column": "q", "answer_column": "q"}, "got the prompt's column 'q'"),
         ({"mixture": {"gcd": 0}}, "greater than 0"),
         (
             {"dataset": "gcd", "chat_template_kwargs": {"tokenize": True}},

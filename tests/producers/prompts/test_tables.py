@@ -116,6 +116,20 @@ def test_rows_of_several_files_are_named_by_their_own_line(tmp_path_factory: pyt
     ]
 
 
+def test_a_directory_is_read_whole_or_refused_by_the_file_that_would_be_left_out(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    parent, row = tmp_path_factory.mktemp("data"), '{"prompt": "p"}\n'
+    for place, (used, unread) in enumerate((("a.jsonl", "b.csv"), ("train.jsonl", "more.jsonl"))):
+        folder = _directory(parent / f"{place}", {used: row, unread: "prompt\nq\n" if "csv" in unread else row})
+        with pytest.raises(DataError, match=rf"got 1 that would be left out, such as {unread}: files of one ending"):
+            _source(folder)
+    others = {"train.jsonl": row, "test.jsonl": row, "dataset_infos.json": "{}", ".b.csv": "", "notes.txt": ""}
+    assert len(_source(_directory(parent / "whole", others))) == 1
+    card = "---\nconfigs:\n- config_name: default\n  data_files: train.jsonl\n---\n"
+    assert len(_source(_directory(parent / "listed", {"train.jsonl": row, "b.jsonl": row, "README.md": card}))) == 1
+
+
 def test_images_stay_as_they_are_stored(tmp_path: Path) -> None:
     import datasets
 
@@ -143,6 +157,8 @@ def test_a_row_without_a_prompt_is_named_by_file_and_row(tmp_path: Path) -> None
         ("a.json", "[1]", {}, r"a JSON object in .*a\.json, row 0, got int"),
         ("a.csv", "prompt,answer\na,b,c\n", {}, r"as many cells in each row .*a\.csv: .*got 3.*needs quotes"),
         ("a.csv", "prompt,prompt\na,b\n", {}, r"different names in .*a\.csv, got prompt more than once"),
+        ("a.csv", 'prompt,answer\n"say \\"hi\\"",7\n', {}, r"quotes around whole cells in .*a\.csv, got at line 2"),
+        ("a.tsv", 'prompt\tanswer\n"12 inch\t7\nb\t8\nc"x\t9\n', {}, r"quotes around whole cells .* at line 4"),
         ("a.jsonl.gz", "prompt", {}, r"a readable file at data\.path, got .*a\.jsonl\.gz"),
         ("a.csv", "prompt\nx\n", {"split": "test"}, r"expected data.split = .train. or a part of it"),
         ("a.csv", "prompt\nx\n", {"subset": "main"}, r"expected no data\.subset"),

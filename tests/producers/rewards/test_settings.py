@@ -22,6 +22,7 @@ def test_weights_are_one_unless_given() -> None:
         {"functions": ("a:b:c",)},
         {"functions": ("dataset",), "weights": (1.0, 2.0)},
         {"functions": ("dataset",), "weights": (float("nan"),)},
+        {"functions": ("dataset", "a:f"), "weights": (0, 0.0)},
         {"timeout_s": 0},
         {"format_pattern": "("},
         {"answer_pattern": "[a"},

@@ -11,11 +11,13 @@ from streamrl.deploy.local.task_check import never_ends, parameters_of
 from streamrl.init import preflight
 from streamrl.init.preflight import (
     Check,
+    check_amount,
     check_context,
     check_engine,
     check_lengths,
     check_model,
     check_precision,
+    check_prompts,
     check_rendering,
     check_rewards,
     check_storage,
@@ -270,6 +272,25 @@ def test_prompts_that_the_tokenizer_changes_are_noted(model: Path, tmp_path: Pat
     assert note.detail.startswith("1 of 2 prompts are changed by the tokenizer or its chat template, first p/6: '½ of")
 
 
+def test_columns_that_the_model_does_not_see_are_noted() -> None:
+    shown, blank = ({"images": value, "answer": "7"} for value in (["a.png"], []))
+    rows = [Prompt(prompt_id=f"p/{place}", dataset="p", content="x", columns=row) for place, row in enumerate((blank,))]
+    assert check_prompts(rows, 9).state == "ok"
+    rows.append(rows[0].model_copy(update={"columns": shown}))
+    note = check_prompts(rows, 9, "1 of 10 rows are left out")
+    assert note.state == "note"
+    assert note.detail.startswith("9 prompts; 1 of 10 rows are left out; the model sees text alone, and nothing of col")
+
+
+def test_a_step_that_takes_more_prompts_than_there_are_is_noted(model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model, tmp_path, groups_per_step=8)
+    assert check_amount(settings, 8) == []
+    (note,) = check_amount(settings, 7)
+    assert note.detail.startswith(
+        "a step takes 8 prompts, the data has 7: each step has the same prompts several times"
+    )
+
+
 def test_a_tokenizer_with_a_shorter_context_than_the_run_uses_is_noted(model: Path, tmp_path: Path) -> None:
     settings = settings_of(model, tmp_path)
     tokenizer, facts = read_tokenizer(settings), read_model(settings)
@@ -341,7 +362,7 @@ def test_a_sound_task_passes_every_check(model: Path, tmp_path: Path, monkeypatc
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     monkeypatch.chdir(tmp_path)
     lines: list[str] = []
-    assert dry_run(settings_of(model, tmp_path / "runs"), lines.append) == 0, lines
+    assert dry_run(settings_of(model, tmp_path / "runs", groups_per_step=1), lines.append) == 0, lines
     assert "ok    rewards      exact_match gives 1 for a row's own answer, 0 for an empty completion (1 rows)" in lines
     assert "      p/1  '1+1='  answer '2'  paid for itself: exact_match 1" in lines
     assert lines[-1] in (
