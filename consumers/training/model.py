@@ -60,7 +60,7 @@ def load_model(path: str | Path, device: torch.device, *, gradient_checkpointing
     Raises:
         ModelError: the path holds no model that ``AutoModelForCausalLM`` can load.
     """
-    model = _loaded(path, dtype=torch.float32)
+    model, _ = _loaded(path, dtype=torch.float32)
     model.to(device)
     model.train()  # gradient checkpointing needs this mode; it also switches on dropout
     _silence_dropout(model)
@@ -69,19 +69,22 @@ def load_model(path: str | Path, device: torch.device, *, gradient_checkpointing
     return model
 
 
-def require_weights(path: str | Path) -> None:
-    """Check that ``load_model`` will find every tensor in a model's directory; reads only the files' headers.
+def require_weights(path: str | Path) -> list[str]:
+    """The names of the tensors in a model's directory that the model has no place for; reads only the files' headers.
 
-    A hub's name is not checked: that would download the model.
+    Checks that ``load_model`` will find every tensor. A hub's name is not checked: that would download the model.
 
     Raises:
         ModelError: as ``load_model``.
     """
-    if Path(path).is_dir():
-        _loaded(path, device_map="meta")  # the same code as ``load_model``, on a device without memory
+    if not Path(path).is_dir():
+        return []
+    _, unused = _loaded(path, device_map="meta")  # the same code as ``load_model``, on a device without memory
+    return unused
 
 
-def _loaded(path: str | Path, **options: Any) -> Any:
+def _loaded(path: str | Path, **options: Any) -> tuple[Any, list[str]]:
+    """The model, and the names of the tensors in its files that it has no place for."""
     transformers_logging.disable_progress_bar()
     try:
         # We check the loading info ourselves, because transformers fills missing tensors with random values.
@@ -105,7 +108,7 @@ def _loaded(path: str | Path, **options: Any) -> Any:
             f"expected {name!r} of shape {tuple(wanted)}, as config.json at {str(path)!r} has it, got {tuple(shape)} "
             f"({len(wrong)} differ); take configuration and weights of the same model"
         )
-    return model
+    return model, sorted(found["unexpected_keys"])
 
 
 def _broken_file(directory: Path) -> str:

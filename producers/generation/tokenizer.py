@@ -90,7 +90,7 @@ class ModelTokenizer:
                 for place, (turn, (_, speaks)) in enumerate(zip(turns, spoken, strict=True))
             ]
             try:
-                rendered = self._rendered(marked, tools, tokenize=False)
+                rendered = str(self._rendered(marked, tools, tokenize=False)).casefold()
             except Exception:  # a template that looks into the texts shows them
                 return None
             self._unseen_roles[spoken] = next(

@@ -249,20 +249,25 @@ def check_model(facts: ModelFacts, path: str) -> Check:
     Raises:
         ModelError: the weights are missing, incomplete, or those of another model.
     """
-    require_weights(path)
+    unused = require_weights(path)
     positions = "unlimited positions" if facts.max_length == UNLIMITED else f"{facts.max_length} positions"
     family = ", ".join(getattr(facts.config, "architectures", None) or [type(facts.config).__name__])
     size = f"{parameters_of(facts) / 1e6:.3g} million parameters"
     kind = f"{path}: {family}, {size}, vocabulary {facts.vocab_size}, {positions}"
-    return Check("model", "ok", f"{kind}; a completion ends at {facts.ends}")
+    if unused:
+        kind += f"; it has no place for {len(unused)} tensors of its files, such as {unused[0]}: look at config.json"
+    return Check("model", "note" if unused else "ok", f"{kind}; a completion ends at {facts.ends}")
 
 
 def check_tokens(settings: Settings, facts: ModelFacts) -> list[Check]:
-    """Notes on a model without an end, and on a tokenizer that is larger than the model."""
+    """Notes on a model without an end, on a tokenizer that is larger than the model, and on too long a context."""
     notes = [] if facts.ends.ids or settings.loop.stop else [never_ends(settings)]
     if facts.tokenizer_size > facts.vocab_size:
         sizes = f"the tokenizer has token ids up to {facts.tokenizer_size - 1}, the model up to {facts.vocab_size - 1}"
         notes.append(f"{sizes}: prompts with larger ones will be refused")
+    wanted = settings.generation.max_model_len
+    if wanted is not None and wanted > facts.max_length:
+        notes.append(f"generation.max_model_len = {wanted} is more than the model's {facts.max_length} positions")
     return [Check("model", "note", note) for note in notes]
 
 
@@ -468,8 +473,9 @@ async def check_rewards(
         show(_row_line(row, trials, tokenizer))
     checks = [_reward_check(trial, trials, settings) for trial in trials.functions]
     bound = f"above ingest.max_unrewarded_share ({settings.ingest.max_unrewarded_share:.0%}) a run stops"
-    if rewards_too_few(trials, settings) and all(check.state != "fail" for check in checks):
-        checks.append(Check("rewards", "fail", f"no function pays anything on {trials.unrewarded_rows()}; {bound}"))
+    if trials.unrewarded and all(check.state != "fail" for check in checks):
+        state: Literal["note", "fail"] = "fail" if rewards_too_few(trials, settings) else "note"
+        checks.append(Check("rewards", state, f"no function pays anything on {trials.unrewarded_rows()}; {bound}"))
     if changed := [row for row in trials.rows if row.has_answer and row.is_changed]:
         first, count = changed[0], f"{len(changed)} of {len(trials.rows)}"
         became = f"first {first.prompt.prompt_id}: {_cut(first.text)} becomes {_cut(first.own[0])}"

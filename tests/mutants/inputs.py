@@ -31,10 +31,7 @@ INPUTS = (
         "    builder.download_and_prepare()\n"
         "    dataset = builder.as_dataset(split=split)\n",
         "    builder.download_and_prepare()\n    return ArrowTable(builder.as_dataset(split=split), path, name)\n",
-        (
-            f"{PROMPTS}/test_tables.py::test_csv_files_of_a_directory_are_read_as_written_with_its_own_separator",
-            f"{PROMPTS}/test_containers.py::test_directories_give_the_same_prompts_and_answers",
-        ),
+        (f"{PROMPTS}/test_tables.py::test_csv_files_of_a_directory_are_read_as_written_with_its_own_separator",),
     ),
     # 2x+1 is read as 2, and (2, -3) as -3: part of an answer earns the reward of all of it.
     Mutant(
@@ -75,10 +72,7 @@ INPUTS = (
         TEXT_TABLES,
         "        column_types=dict.fromkeys(names, pyarrow.string()),\n",
         "        column_types={},\n",
-        (
-            f"{PROMPTS}/test_containers.py::test_text_stays_text_in_cells",
-            f"{PROMPTS}/test_containers.py::test_only_an_unquoted_blank_is_nothing",
-        ),
+        (f"{PROMPTS}/test_containers.py::test_text_stays_text_in_cells",),
     ),
     Mutant(
         "65b",

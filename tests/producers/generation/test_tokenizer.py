@@ -95,6 +95,8 @@ def test_a_turn_that_the_template_leaves_out_is_refused_with_its_role(tmp_path: 
     for turns, role in (((tool, user), "developer"), ((system, system, user), "system")):
         with pytest.raises(PromptRefused, match=f"got one that leaves a turn of role {role} out"):
             tokenizer.encode_prompt(prompt(turns))
+    shouts = write(tmp_path / "shouts", template=TEMPLATE.replace("m['content']", "m['content'] | upper"))
+    assert shouts.encode_prompt(prompt((user,))) == ids("<u>AB>")
     silent = ChatTurn(role="developer", content=" ")
     assert tokenizer.encode_prompt(prompt((silent, user))) == ids("<u>ab>")
 

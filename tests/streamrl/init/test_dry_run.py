@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from streamrl.deploy.local.task_check import never_ends, parameters_of
 from streamrl.init import preflight
@@ -75,6 +76,15 @@ def test_a_model_whose_weights_are_cut_short_fails(model: Path, tmp_path: Path) 
         check_model(read_model(settings_of(broken, tmp_path)), str(broken))
 
 
+def test_tensors_that_the_model_has_no_place_for_are_noted(model: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(model, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    save_file({**tensors, "model.layers.7.norm": torch.zeros(3)}, other / "model.safetensors", {"format": "pt"})
+    note = check_model(read_model(settings_of(other, tmp_path)), str(other))
+    assert note.state == "note"
+    assert "it has no place for 1 tensors of its files, such as model.layers.7.norm: look at config" in note.detail
+
+
 def test_ends_are_shown_and_a_model_without_one_is_noted(model: Path, tmp_path: Path) -> None:
     settings = settings_of(model, tmp_path)
     facts = read_model(settings)
@@ -85,6 +95,10 @@ def test_ends_are_shown_and_a_model_without_one_is_noted(model: Path, tmp_path: 
     (note,) = check_tokens(endless, read_model(endless))
     assert (note.state, note.detail) == ("note", never_ends(endless))
     assert "every completion will have loop.max_completion_length = 32 tokens" in note.detail
+    long = settings.model_copy(update={"generation": settings.generation.model_copy(update={"max_model_len": 500})})
+    assert [note.detail for note in check_tokens(long, read_model(long))] == [
+        "generation.max_model_len = 500 is more than the model's 128 positions"
+    ]
     stopped = settings_of(tmp_path / "endless", tmp_path, stop=["."])
     assert check_tokens(stopped, read_model(stopped)) == []
 
