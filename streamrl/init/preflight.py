@@ -5,13 +5,11 @@ nothing behind: it creates no topic, loads no weights, and removes its trial fil
 line, and the others continue.
 """
 
-import asyncio
 import tempfile
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from streamrl.bus.embedded import detached
 from streamrl.bus.embedded.jars import KAFKA_VERSION, MEGABYTE, missing_jars
@@ -22,10 +20,8 @@ from streamrl.consumers.training.model import require_weights, resolve_device
 from streamrl.consumers.training.settings import TrainingSettings
 from streamrl.deploy.local.task_check import (
     REWARD_ROWS,
-    REWARDS_PATIENCE_S,
     SampledPrompts,
     disk_room,
-    fails_too_often,
     longest_prompt,
     never_ends,
     parameters_of,
@@ -33,18 +29,16 @@ from streamrl.deploy.local.task_check import (
     require_engine,
     require_extras,
     require_writable,
-    rewards_too_few,
     survey_of,
-    writer_of,
 )
 from streamrl.init.precision import slow_bfloat16
+from streamrl.init.checklist import Check, Checklist, Report, closing_line
+from streamrl.init.reward_checks import MAX_SHOWN_CHARACTERS, check_opening, check_rewards, cut, rendered_by
 from streamrl.inspection.environment import read_machine
 from streamrl.observability.metrics.tracking import try_trackers
 from streamrl.producers.generation.engines.model_files import UNLIMITED, ModelFacts, read_facts
 from streamrl.producers.generation.tokenizer import ModelTokenizer
-from streamrl.producers.prompts.columns import COMPARING
-from streamrl.producers.rewards.trial import RewardTrial, RewardTrials, TriedRow, made_up, try_rewards
-from streamrl.schemas.errors import CheckpointError, StreamRLError, UserError
+from streamrl.schemas.errors import CheckpointError, UserError
 from streamrl.schemas.import_path import load_function
 from streamrl.schemas.trajectories import Prompt
 from streamrl.settings.features import Feature, features
@@ -54,70 +48,8 @@ from streamrl.settings.tree import Settings
 
 PROMPTS_PATIENCE_S = 60.0
 """Most seconds in which prompts are read and tokenised: all of most data sets, and a sample of larger ones."""
-SHOWN_ROWS = 5
 MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 """Columns that other libraries show to the model."""
-MAX_SHOWN_CHARACTERS = 60
-"""Most characters of a prompt's start, and of its end, that are shown."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the checklist. ``note``: worth knowing, but the run can start."""
-
-    subject: str
-    state: Literal["ok", "note", "fail"]
-    detail: str
-
-    def __str__(self) -> str:
-        mark = "FAIL" if self.state == "fail" else self.state
-        return f"{mark:<5} {self.subject:<12} {' '.join(self.detail.split())}"
-
-
-Report = Callable[[str], None]
-Result = TypeVar("Result")
-CheckResult = Check | Sequence[Check]
-CheckFunction = Callable[[], CheckResult | Coroutine[Any, Any, Sequence[Check]]]
-
-
-class Checklist:
-    """Runs checks and reports each line at once; a check that raises becomes a failed line, and the others continue."""
-
-    def __init__(self, report: Report) -> None:
-        self._report = report
-        self.checks: list[Check] = []
-
-    def add(self, *checks: Check) -> None:
-        """Report lines."""
-        self.checks += checks
-        for check in checks:
-            self._report(str(check))
-
-    def show(self, line: str) -> None:
-        """Report a line that is not a check."""
-        self._report(f"      {line}")
-
-    def attempt(self, subject: str, check: Callable[[], Result]) -> Result | None:
-        """The result of ``check``; None if it raised, after a line with the error."""
-        try:
-            return check()
-        except StreamRLError as error:  # its text explains itself; other errors need the name of their class
-            self.add(Check(subject, "fail", str(error)))
-        except Exception as error:
-            self.add(Check(subject, "fail", f"{type(error).__name__}: {error}"))
-        return None
-
-    def run(self, subject: str, check: CheckFunction) -> None:
-        """Run a check, which may be asynchronous, and report its lines."""
-
-        def run_check() -> CheckResult:
-            result = check()
-            # Each check gets its own event loop, which cancels tasks that a failed check leaves behind.
-            return asyncio.run(result) if isinstance(result, Coroutine) else result
-
-        result = self.attempt(subject, run_check)
-        if result is not None:
-            self.add(*([result] if isinstance(result, Check) else result))
 
 
 def dry_run(settings: Settings, report: Report) -> int:
@@ -141,26 +73,12 @@ def dry_run(settings: Settings, report: Report) -> int:
     size = 0 if emulated else _model(checklist, settings, tokenizer, prompts if first else None)
     if first and tokenizer is not None:
         checklist.run("tokenizer", lambda: check_rendering(tokenizer, first))
+        checklist.run("rewards", lambda: check_opening(settings, tokenizer, first))
     if first and not emulated:
         checklist.run("rewards", lambda: check_rewards(settings, first, tokenizer, checklist.show))
     _surroundings(checklist, settings, size)
     report(closing_line(checklist.checks))
     return 2 if any(check.state == "fail" for check in checklist.checks) else 0
-
-
-def closing_line(checks: Sequence[Check]) -> str:
-    """The last line: the number of checks by result, with the subjects of notes and failures."""
-    by_state = {state: [check.subject for check in checks if check.state == state] for state in ("ok", "note", "fail")}
-    parts = [f"{len(by_state['ok'])} ok"]
-    if notes := by_state["note"]:
-        parts.append(f"{len(notes)} note{'s' * (len(notes) > 1)} ({_distinct(notes)})")
-    if failed := by_state["fail"]:
-        parts.append(f"{len(failed)} failed ({_distinct(failed)})")
-    return f"{len(checks)} checks: {', '.join(parts)}; nothing was started"
-
-
-def _distinct(subjects: Sequence[str]) -> str:
-    return ", ".join(dict.fromkeys(subjects))
 
 
 def _model(
@@ -311,15 +229,7 @@ def check_rendering(tokenizer: ModelTokenizer, prompts: Sequence[Prompt]) -> lis
         return []
     name, text, rendered = changed[0]
     detail = f"{len(changed)} of {len(prompts)} prompts are changed by the tokenizer or its chat template"
-    return [Check("tokenizer", "note", f"{detail}, first {name}: {_cut(text)} becomes {_cut(rendered)}")]
-
-
-def rendered_by(tokenizer: ModelTokenizer, prompt: Prompt) -> str | None:
-    """The prompt's text as the model sees it, with special tokens; None if it cannot be tokenised."""
-    try:
-        return tokenizer.decode_with_special(tokenizer.encode_prompt(prompt))
-    except Exception:  # chat templates raise anything; the check of lengths says what
-        return None
+    return [Check("tokenizer", "note", f"{detail}, first {name}: {cut(text)} becomes {cut(rendered)}")]
 
 
 def check_lengths(
@@ -454,84 +364,3 @@ def check_amount(settings: Settings, total: int) -> list[Check]:
         return []
     detail = f"a step takes {wanted} prompts, the data has {total}: each step has the same prompts several times"
     return [Check("data", "note", f"{detail}; lower loop.groups_per_step, or give more data")]
-
-
-async def check_rewards(
-    settings: Settings,
-    prompts: Sequence[Prompt],
-    tokenizer: ModelTokenizer | None = None,
-    show: Report = lambda line: None,
-) -> list[Check]:
-    """Checks that try each reward function on these rows, within a time limit; ``show`` gets the first rows.
-
-    Raises:
-        RewardLoadError: a function cannot be loaded.
-    """
-    writer = made_up if tokenizer is None else writer_of(settings, tokenizer)
-    trials = await try_rewards(settings.rewards, prompts, REWARDS_PATIENCE_S, writer)
-    for row in trials.rows[:SHOWN_ROWS]:
-        show(_row_line(row, trials, tokenizer))
-    checks = [_reward_check(trial, trials, settings) for trial in trials.functions]
-    bound = f"above ingest.max_unrewarded_share ({settings.ingest.max_unrewarded_share:.0%}) a run stops"
-    if trials.unrewarded and all(check.state != "fail" for check in checks):
-        state: Literal["note", "fail"] = "fail" if rewards_too_few(trials, settings) else "note"
-        checks.append(Check("rewards", state, f"no function pays anything on {trials.unrewarded_rows()}; {bound}"))
-    if changed := [row for row in trials.rows if row.has_answer and row.is_changed]:
-        first, count = changed[0], f"{len(changed)} of {len(trials.rows)}"
-        became = f"first {first.prompt.prompt_id}: {_cut(first.text)} becomes {_cut(first.own[0])}"
-        checks.append(Check("rewards", "note", f"rewards would see {count} answers changed by the tokenizer, {became}"))
-    return checks
-
-
-def _row_line(row: TriedRow, trials: RewardTrials, tokenizer: ModelTokenizer | None) -> str:
-    """A row as model and rewards see it: the prompt, its answer, and the rewards of the answer."""
-    prompt = row.prompt
-    text = (rendered_by(tokenizer, prompt) if tokenizer else None) or prompt.text
-    paid = ", ".join(
-        f"{trial.name} {_shown(trial.rewards[prompt.prompt_id][0])}"
-        if prompt.prompt_id in trial.rewards
-        else f"{trial.name} fails"
-        for trial in trials.functions
-    )
-    answer = f"answer {_cut(prompt.columns['answer'])}" if "answer" in prompt.columns else "no answer"
-    return f"{prompt.prompt_id}  {_cut(text)}  {answer}  paid for itself: {paid}"
-
-
-def _cut(value: Any) -> str:
-    """The value's ``repr`` in one line, without the middle if it is long."""
-    shown = repr(value)
-    if len(shown) <= 2 * MAX_SHOWN_CHARACTERS:
-        return shown
-    return f"{shown[:MAX_SHOWN_CHARACTERS]} … {shown[-MAX_SHOWN_CHARACTERS:]}"
-
-
-def _reward_check(trial: RewardTrial, trials: RewardTrials, settings: Settings) -> Check:
-    state: Literal["ok", "note", "fail"]
-    share = settings.ingest.max_unrewarded_share
-    if trial.failed:
-        state = "fail" if fails_too_often(trial, settings) else "note"
-        failed = f"{trial.name} fails on {len(trial.failed)} of {trial.rows} rows ({trial.share:.0%})"
-        bound = f"above ingest.max_unrewarded_share ({share:.0%}) a run stops"
-        return Check("rewards", state, f"{failed}, first on {trial.first_error}; {bound}")
-    answered = {row.prompt.prompt_id: row for row in trials.rows if row.has_answer}
-    own, empty, *other = map("{:.3g}".format, trial.means())
-    what = "a row's own answer" if answered else "a sample completion"
-    another = f", {other[0]} for another row's" if other else ""
-    detail = f"{trial.name} gives {own} for {what}{another}, {empty} for an empty completion ({trial.rows} rows)"
-    findings = []
-    if trial.is_constant:
-        findings.append("it gives the same for all, and a group of equal rewards trains nothing; check the function")
-    unpaid = [prompt_id for prompt_id in trial.unpaid if prompt_id in answered]
-    if unpaid:
-        row = answered[unpaid[0]]
-        example = f"first {unpaid[0]}: {_shown(trial.rewards[unpaid[0]][0])} for {_cut(row.own[0])}"
-        findings.append(f"{len(unpaid)} rows get 0 or None for their own answer, {example}")
-    if 0 < len(trial.deceived) < len(trial.rewards):
-        findings.append(f"{len(trial.deceived)} rows pay another row's answer as much, first {trial.deceived[0]}")
-    pays_answers = trial.function in COMPARING and settings.rewards.answer_pattern is None
-    state = "fail" if pays_answers and len(unpaid) > share * trial.rows else "note" if findings else "ok"
-    return Check("rewards", state, "; ".join([detail, *findings]))
-
-
-def _shown(value: float | None) -> str:
-    return "None" if value is None else f"{value:g}"

@@ -106,7 +106,7 @@ INPUTS = (
     Mutant(
         "66b",
         "for the dry run one row that is paid for its answer is enough",
-        "streamrl/init/preflight.py",
+        "streamrl/init/reward_checks.py",
         "    unpaid = [prompt_id for prompt_id in trial.unpaid if prompt_id in answered]\n",
         "    unpaid = [one for one in trial.unpaid if one in answered and len(trial.unpaid) == trial.rows]\n",
         (f"{DRY_RUN}::test_answers_that_no_completion_can_give_fail",),

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from streamrl.deploy.local.task_check import never_ends, parameters_of
 from streamrl.init import preflight
+from streamrl.init.checklist import Check, closing_line
 from streamrl.init.preflight import (
-    Check,
     check_amount,
     check_context,
     check_engine,
@@ -20,14 +20,13 @@ from streamrl.init.preflight import (
     check_precision,
     check_prompts,
     check_rendering,
-    check_rewards,
     check_storage,
     check_tokens,
-    closing_line,
     dry_run,
     read_model,
     read_tokenizer,
 )
+from streamrl.init.reward_checks import check_opening, check_rewards
 from streamrl.observability.metrics.settings import TrackingSettings
 from streamrl.observability.metrics.tracking import check_installed
 from streamrl.planning.measuring import endless_model
@@ -284,6 +283,33 @@ def test_prompts_that_the_tokenizer_changes_are_noted(model: Path, tmp_path: Pat
     (note,) = check_rendering(tokenizer, [prompt("1+1="), prompt("½ of 7")])
     assert note.state == "note"
     assert note.detail.startswith("1 of 2 prompts are changed by the tokenizer or its chat template, first p/6: '½ of")
+
+
+def test_a_pattern_that_asks_for_the_end_of_the_prompt_is_noted(model: Path, tmp_path: Path) -> None:
+    given = settings_of(model, tmp_path)
+    tokenizer = read_tokenizer(given)
+    for functions, pattern, asked in (
+        (("exact_match", "format"), None, ["format_pattern"]),
+        (("exact_match",), "<think>.*</think>(.*)", ["answer_pattern"]),
+        (("exact_match",), "<answer>(.*)</answer>", []),
+    ):
+        rewards = given.rewards.model_copy(update={"functions": functions, "answer_pattern": pattern})
+        settings = given.model_copy(update={"rewards": rewards})
+        found = [check.detail for check in check_opening(settings, tokenizer, [prompt("3+4=<think>")])]
+        assert found == [
+            "p/11 ends with <think>, so a completion does not start with it, but rewards."
+            f"{name} asks for it: leave <think> out of the pattern"
+            for name in asked
+        ]
+        assert check_opening(settings, tokenizer, [prompt("3+4=")]) == []
+
+
+@pytest.mark.processes
+async def test_answers_that_are_whole_solutions_are_noted(model: Path, tmp_path: Path) -> None:
+    rows = rows_with("48/2=24\n#### 72", "7", "He has 5. #### 5")
+    (check,) = await check_rewards(settings_of(model, tmp_path), rows)
+    assert check.state == "note"
+    assert "2 answers are whole solutions, which no completion will equal, first p/1: '48/2=24" in check.detail
 
 
 def test_columns_that_the_model_does_not_see_are_noted() -> None:
