@@ -31,8 +31,8 @@ from streamrl.deploy.local.task_check import (
     require_writable,
     survey_of,
 )
-from streamrl.init.precision import slow_bfloat16
 from streamrl.init.checklist import Check, Checklist, Report, closing_line
+from streamrl.init.precision import slow_bfloat16
 from streamrl.init.reward_checks import MAX_SHOWN_CHARACTERS, check_opening, check_rewards, cut, rendered_by
 from streamrl.inspection.environment import read_machine
 from streamrl.observability.metrics.tracking import try_trackers
