@@ -19,8 +19,8 @@ from streamrl.schemas.fingerprints import (
     package_version,
     text_fingerprint,
 )
+from streamrl.schemas.starts import RunInput
 from streamrl.settings.features import features
-from streamrl.settings.starts import RunInput
 from streamrl.settings.tree import Settings
 
 MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py")

@@ -16,10 +16,10 @@ import structlog
 from streamrl.consumers.training.checkpoints.catalogue import newest_model, next_start
 from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, check_storage, open_storage
 from streamrl.schemas.errors import CheckpointError
+from streamrl.schemas.starts import Change, RunInput, RunStart, changed_inputs, read_starts
 from streamrl.settings.differences import PER_RUN_SETTINGS, differing, flat
 from streamrl.settings.loading import as_toml
 from streamrl.settings.run_directory import RunDirectory
-from streamrl.settings.starts import Change, RunInput, RunStart, changed_inputs, read_starts
 from streamrl.settings.tree import Settings
 
 MAX_CHANGES = 5

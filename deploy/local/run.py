@@ -65,11 +65,11 @@ from streamrl.producers.prompts.tables import check_path
 from streamrl.schemas import stopping
 from streamrl.schemas.control import RunIdentity
 from streamrl.schemas.errors import ModelError, UserError
+from streamrl.schemas.starts import RunInput, RunStart, append_start
 from streamrl.settings.features import features, standbys
 from streamrl.settings.loading import as_toml, secret_variables
 from streamrl.settings.placement import Placement, for_machine, place
 from streamrl.settings.run_directory import RunDirectory, named
-from streamrl.settings.starts import RunInput, RunStart, append_start
 from streamrl.settings.tree import Settings
 
 if TYPE_CHECKING:

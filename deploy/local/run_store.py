@@ -15,6 +15,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +25,27 @@ from rich.table import Table
 
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.deploy.local.savepoints import WIDTH, refuse_if_alive
-from streamrl.inspection.source import nodes_of, open_run, own_broker
+from streamrl.inspection.source import is_over, nodes_of, open_run, own_broker
+from streamrl.observability.run_state.evaluations import OVERALL
 from streamrl.schemas.errors import SettingsError, UserError
 from streamrl.schemas.evaluation import EVALUATED
 from streamrl.schemas.plain_text import plain_text
+from streamrl.schemas.starts import read_starts
 from streamrl.settings.run_directory import RunDirectory, bytes_on_disk
 
 LARGE_FILES = ("kafka", "weights", "cache", "traces", "logs")
 """Large files that a finished run no longer needs; checkpoints, figures and the report do not depend on them."""
 LAST_BYTES = 1 << 16
-"""Bytes at the end of metrics.jsonl that contain its last complete line."""
+"""Bytes at the end of metrics.jsonl that contain its last complete lines, of a step and usually of an evaluation."""
 
 
 @dataclass(frozen=True)
 class StoredRun:
     """A run on this disk. ``state``: running, finished, stopped, or empty before its first step.
 
-    ``reward``: the mean of step ``step``; ``size``: bytes; ``at``: Unix time of the last step, or of the start without
-    one.
+    ``reward``: the mean of step ``step``; ``at``: Unix time of the last step, or of the start without one; ``started``:
+    of the first start; None: not known. ``held_out``: pass@1 of the newest evaluated weights; None without an
+    evaluation.
     """
 
     name: str
@@ -49,19 +53,35 @@ class StoredRun:
     state: str
     step: int
     reward: float | None
-    size: int
     at: float
+    started: float | None = None
+    held_out: float | None = None
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes on disk. All files of the run are looked at."""
+        return bytes_on_disk(self.directory.path)
+
+    def facts(self) -> dict[str, Any]:
+        """A JSON-safe form, without the size."""
+        start = {"name": self.name, "path": str(self.directory.path), "state": self.state, "step": self.step}
+        end = {"at": round(self.at, 1), "started": self.started, "held_out": self.held_out}
+        return start | {"reward": self.reward} | end
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-safe form."""
-        start = {"name": self.name, "path": str(self.directory.path), "state": self.state, "step": self.step}
-        return start | {"reward": self.reward, "bytes": self.size, "at": round(self.at, 1)}
+        return self.facts() | {"bytes": self.size}
 
 
 def stored_runs(root: Path) -> list[StoredRun]:
     """The runs in a directory, the newest last."""
     found = [RunDirectory(path) for path in root.glob("*") if RunDirectory(path).config.is_file()]
     return sorted((_stored_run(each) for each in found), key=lambda run: run.at)
+
+
+def run_facts(root: Path) -> list[dict[str, Any]]:
+    """The runs in a directory for a page, the newest last, without their sizes, which take long."""
+    return [run.facts() for run in stored_runs(root)]
 
 
 def list_runs(root: Path, *, as_json: bool) -> int:
@@ -161,10 +181,11 @@ def _parts(run: _Chosen, *, keep_results: bool) -> list[Path]:
 
 
 def _stored_run(directory: RunDirectory) -> StoredRun:
-    summary, newest = _object(directory.summary), _last_step(directory.metrics)
+    summary, rows = _object(directory.summary), _newest_rows(directory.metrics)
+    newest = next((row for row in rows if EVALUATED not in row), {})
     step, wanted = int(newest.get("step", 0)), _planned_steps(directory, newest)
     # The summary of an earlier start does not cover the steps since, and a start with more steps has other settings.
-    if summary.get("steps") == step and wanted is not None and step >= wanted:
+    if is_over(summary, step, wanted):
         state = "finished"  # also if a broker was started again, to look at the topics
     elif own_broker(directory) is not None:
         state = "running"
@@ -173,8 +194,12 @@ def _stored_run(directory: RunDirectory) -> StoredRun:
     with suppress(OSError):
         at = _number(newest.get("time")) or directory.config.stat().st_mtime
         reward = _number(newest.get("reward"))
-        return StoredRun(directory.path.name, directory, state, step, reward, bytes_on_disk(directory.path), at)
-    return StoredRun(directory.path.name, directory, state, step, None, 0, 0.0)
+        # An evaluation of a later step is of weights that a resumed trainer has undone.
+        evaluated = next((row for row in rows if EVALUATED in row and row["step"] <= step), {})
+        starts = read_starts(directory.starts)
+        started, held_out = starts[0].at if starts else None, _number(evaluated.get(OVERALL))
+        return StoredRun(directory.path.name, directory, state, step, reward, at, started, held_out)
+    return StoredRun(directory.path.name, directory, state, step, None, 0.0)
 
 
 def _planned_steps(directory: RunDirectory, newest: Mapping[str, Any]) -> float | None:
@@ -194,20 +219,21 @@ def _object(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _last_step(path: Path) -> dict[str, Any]:
-    """The last complete line of a step; a killed trainer may have left an incomplete one after it."""
+def _newest_rows(path: Path) -> list[dict[str, Any]]:
+    """The last complete lines, the newest first; a killed trainer may have left an incomplete one after them."""
+    found: list[dict[str, Any]] = []
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
             lines = file.read().splitlines()
     except OSError:
-        return {}
+        return found
     for line in reversed(lines):
         with suppress(ValueError):
-            found = json.loads(line)
-            if isinstance(found, dict) and EVALUATED not in found and _number(found.get("step")) is not None:
-                return found
-    return {}
+            row = json.loads(line)
+            if isinstance(row, dict) and _number(row.get("step")) is not None:
+                found.append(row)
+    return found
 
 
 def _number(value: object) -> float | None:

@@ -19,7 +19,7 @@ from streamrl.settings.features import (
 if TYPE_CHECKING:
     from streamrl.observability.role_context import ProcessContext, Role
     from streamrl.producers.environments.settings import EnvironmentSettings
-    from streamrl.settings.starts import RunInput
+    from streamrl.schemas.starts import RunInput
     from streamrl.settings.tree import Settings
 
 
@@ -101,7 +101,7 @@ def _inputs(settings: "Settings") -> "list[RunInput]":
     """The environments' code, and everything that the settings say of their tasks."""
     from streamrl.producers.environments.shipped import SHIPPED
     from streamrl.schemas.fingerprints import code_fingerprint, package_version, text_fingerprint
-    from streamrl.settings.starts import RunInput
+    from streamrl.schemas.starts import RunInput
 
     wanted = _environments_of(settings)
     libraries = {"verifiers", "openenv"}

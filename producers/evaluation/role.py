@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from streamrl.producers.evaluation.worker_samples import EvaluationSlots
     from streamrl.producers.prompts.settings import DataSettings
     from streamrl.schemas.trajectories import Prompt
-    from streamrl.settings.starts import RunInput
+    from streamrl.schemas.starts import RunInput
     from streamrl.settings.tree import Settings
 
 
@@ -204,7 +204,7 @@ async def _try_out(settings: "Settings") -> str | None:
 def _inputs(settings: "Settings") -> "list[RunInput]":
     """The data of held-out sets. They change what is measured, not what is trained."""
     from streamrl.producers.prompts.fingerprints import prompts_fingerprint
-    from streamrl.settings.starts import RunInput
+    from streamrl.schemas.starts import RunInput
 
     sets = _held_out_of(settings).sets.items()
     return [

@@ -474,19 +474,21 @@ def ui(
     no_open: Annotated[bool, typer.Option("--no-open", help="Open no browser; only print the address.")] = False,
     bootstrap_servers: Servers = None,
 ) -> None:
-    """Show a run live in the browser.
+    """Show a run in the browser, and a list of all runs.
 
-    The page has the loop, curves, a timeline, trajectories and dead letters. Any number of people may watch a run.
+    The page has the loop, curves, a timeline, trajectories and dead letters. It shows a run that has ended from its
+    files. Without --run and a running run, it lists the runs below runs/. Any number of people may watch.
     """
     print_before_imports("looking for the run")
     use_one_thread()
-    from streamrl.inspection.dashboard.server import serve
-    from streamrl.inspection.diagnostics.connect import connect
+    from streamrl.deploy.local.run_store import run_facts
+    from streamrl.inspection.dashboard.server import ServingOptions, serve
+    from streamrl.inspection.dashboard.shown import find_target
 
     log_to_stderr()
-    connection = connect(run, bootstrap_servers)
+    target = find_target(run, bootstrap_servers)
     enter_own_session()
-    raise typer.Exit(serve(connection, run, host, port, open_browser=not no_open))
+    raise typer.Exit(serve(target, run, run_facts, ServingOptions(host, port, open_browser=not no_open)))
 
 
 def top(

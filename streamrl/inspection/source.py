@@ -11,11 +11,11 @@ import fcntl
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.identifiers import scope_of
@@ -97,6 +97,12 @@ class PastRun:
     def checkpoints(self) -> str | Path:
         """Location of the checkpoints, even if the directory was moved."""
         return self.settings.training.checkpoint_location or self.directory.checkpoints
+
+
+def is_over(summary: Mapping[str, Any], step: int, wanted: float | None) -> bool:
+    """Whether a run has taken its last step: the newest one is ``wanted`` or later, and its summary covers it."""
+    # The summary of an earlier start does not cover the steps since.
+    return summary.get("steps") == step and wanted is not None and step >= wanted
 
 
 def open_run(path: Path) -> PastRun:

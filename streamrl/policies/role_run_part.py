@@ -47,7 +47,7 @@ class Instances(RunPart):
                 state = {"run": "works", "pause": "is paused", "detached": "was detached"}[message.mode]
                 log.add(message.sent_at, "info", f"instance {message.policy} {state}")
             case Served() if self._set_served(message):
-                log.add(message.sent_at, "info", f"{message.policy} is served from now on")
+                log.add(message.sent_at, "info", f"{message.policy} is served from now on", mark="promotion")
             case PolicySplit() if self._set_split(message):
                 shares = ", ".join(f"{arm.policy} {arm.share:.3g}" for arm in message.arms)
                 event = f"groups are split: {shares}" if shares else "the served policy samples everything again"

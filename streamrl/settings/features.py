@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from streamrl.producers.lengths.startup import OpenPredictor
     from streamrl.schemas.control import OperatorAction
     from streamrl.schemas.messages import Message
-    from streamrl.settings.starts import RunInput
+    from streamrl.schemas.starts import RunInput
     from streamrl.settings.tree import Settings
     from streamrl.weights.series import WantedSeries
 

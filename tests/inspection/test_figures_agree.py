@@ -12,7 +12,7 @@ from streamrl.bus.port import Record
 from streamrl.consumers.training.metrics import append_metrics
 from streamrl.deploy.local.run_store import stored_runs
 from streamrl.deploy.local.watching import plain_line
-from streamrl.inspection.dashboard.server import UpdateStream
+from streamrl.inspection.dashboard.updates import UpdateStream
 from streamrl.inspection.diagnostics.lag import lag_line
 from streamrl.inspection.diagnostics.status import RunStatus, status_json, status_lines
 from streamrl.inspection.report.figures import figures_of

@@ -226,3 +226,12 @@ def state_with_a_worker() -> RunState:
     state.observe_message(few_examples()["heartbeat"].replace(policy=NAME))
     assert snapshot(state, 2.0)["workers"][0]["version"] == f"{NAME}/2-4"
     return state
+
+
+def test_a_promotion_is_marked_in_the_curves() -> None:
+    state = state_of_run()
+    state.observe_message(report(7, None))
+    state.observe_message(Served(sequence=1, sent_at=1.0, policy=NAME, since=PolicyVersion(1, 7)))
+    assert [mark[:1] + mark[2:] for mark in snapshot(state, 2.0)["curves"]["marks"]] == [
+        [7, "promotion", f"{NAME} is served from now on"]
+    ]

@@ -1,4 +1,7 @@
-"""The dashboard (`streamrl ui`) and its web server: one page, a stream of updates, and a few answers in JSON.
+"""The dashboard (`streamrl ui`) and its web server: pages, a stream of updates, and a few answers in JSON.
+
+The run that the command names is at `/`, the list of all runs of its directory at `/runs/`, and each of them at
+`/runs/NAME/`.
 
 Invariants, each with a test of its name:
 - a_foreign_page_cannot_read_or_write: a host name that is not ours is refused (DNS rebinding), and a write needs our
@@ -7,20 +10,18 @@ Invariants, each with a test of its name:
   itself;
 - expensive_requests_are_limited: only a fixed number of update streams and of reads of the topics run at once, and
   further requests get an error;
-- the_page_loads_nothing_from_elsewhere: its content security policy forbids it;
-- the_state_is_rendered_once_for_all_browsers: the state is rendered as JSON once for all browsers, and not at all
-  without any.
+- the_page_loads_nothing_from_elsewhere: its content security policy forbids it.
 """
 
 import asyncio
-import json
 import sys
-import time
 import webbrowser
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from asyncio import FIRST_COMPLETED
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvloop
 from aiohttp import web
@@ -29,26 +30,15 @@ from aiohttp.typedefs import Handler, Middleware
 
 from streamrl.bus.kafka.connection import with_advice
 from streamrl.bus.serving import OpenRequests, listen
-from streamrl.bus.waiting import in_thread, wait_for_tasks
+from streamrl.bus.waiting import end_tasks, in_thread
 from streamrl.inspection.charts import assets
-from streamrl.inspection.dashboard.records import (
-    CLIENT_ID,
-    PLAIN,
-    DashboardContext,
-    NotIndexedYet,
-    inspect,
-    newest_dead_letters,
-    retry_dead_letter,
-)
+from streamrl.inspection.dashboard.records import NotIndexedYet, inspect, newest_dead_letters, retry_dead_letter
+from streamrl.inspection.dashboard.shown import ShownRun, ShownRuns, opened, root_of
 from streamrl.inspection.diagnostics.connect import RunConnection
-from streamrl.inspection.diagnostics.feed import feed_of
-from streamrl.inspection.opening import open_index
-from streamrl.inspection.process import give_way_when, normal_priority, tune_garbage_collector
-from streamrl.inspection.replay.show import Piece, pieces_of
-from streamrl.observability.record_index.following import FOLLOW_EVERY_S
-from streamrl.observability.run_state.pace import OFTEN_S, Pace
-from streamrl.observability.run_state.snapshot import sections_of, snapshot
-from streamrl.observability.run_state.state import RunState
+from streamrl.inspection.process import normal_priority, tune_garbage_collector
+from streamrl.inspection.source import PastRun
+from streamrl.observability.run_state.pace import Pace
+from streamrl.observability.run_state.snapshot import snapshot
 from streamrl.schemas import stopping
 from streamrl.schemas.errors import StreamRLError, UserError
 from streamrl.schemas.hosts import is_own_host
@@ -80,61 +70,11 @@ def may_read(headers: Mapping[str, str], path: str) -> bool:
     # A page cannot forge this header, and today's browsers send it with every page's request.
     if headers.get("Sec-Fetch-Site", "none") in ("same-origin", "none"):
         return True
-    # Any page may link to the dashboard. The opened page then loads the rest itself.
-    return path == "/" and (headers.get("Sec-Fetch-Mode"), headers.get("Sec-Fetch-Dest")) == ("navigate", "document")
-
-
-SLOW = {"curves": 2, "timeline": 2, "lengths": 2, "staleness": 2, "split": 2}
-"""Ticks between two renderings of a section that is large and changes slowly."""
-
-
-@dataclass
-class UpdateStream:
-    """Server-sent events with only the changed sections of the state, at a given pace.
-
-    ``pace_s``: seconds between two updates. ``clock``: seconds since the epoch.
-    """
-
-    state: RunState
-    clock: Callable[[], float] = time.time
-    pace_s: Callable[[], float] = lambda: OFTEN_S
-    _rendered: dict[str, str] = field(default_factory=dict)
-    _revisions: dict[str, int] = field(default_factory=dict)
-    _tick: int = 0
-    _refreshed_at: float = -1.0
-
-    async def updates(self, stop: asyncio.Event) -> AsyncGenerator[str, None]:
-        """Events for one browser until ``stop``: first all sections, then the changed ones."""
-        sent: dict[str, int] = {}
-        while not stop.is_set():
-            self._refresh()
-            # The sections that a browser has are remembered as revisions, not as texts.
-            due = [name for name, revision in self._revisions.items() if sent.get(name) != revision]
-            sent |= {name: self._revisions[name] for name in due}
-            pace_s = self.pace_s()
-            head = f'"now":{self.clock():.3f},"pace":{pace_s:.3f}'
-            parts = [head, *(f'"{name}":{self._rendered[name]}' for name in due)]
-            yield "data: {" + ",".join(parts) + "}\n\n"
-            await asyncio.sleep(pace_s)
-
-    def _refresh(self) -> None:
-        """Render the sections that may have changed as JSON, at most once a second for all browsers."""
-        now = self.clock()
-        # A little below the pace, because the timers of several browsers are not aligned.
-        # A negative age means that the clock was set back. Then refresh at once.
-        if 0 <= now - self._refreshed_at < OFTEN_S * 0.8:
-            return
-        self._refreshed_at = now
-        moment = self.state.known_until(now)
-        self.state.tick(moment)
-        for name, section in sections_of(self.state).items():
-            if name in self._rendered and self._tick % SLOW.get(name, 1):
-                continue
-            rendered = json.dumps(section(moment), separators=(",", ":"), allow_nan=False)
-            if rendered != self._rendered.get(name):
-                self._rendered[name] = rendered
-                self._revisions[name] = self._revisions.get(name, 0) + 1
-        self._tick += 1
+    # Any page may link to the dashboard's pages. The opened page then loads the rest itself.
+    return path.endswith("/") and (headers.get("Sec-Fetch-Mode"), headers.get("Sec-Fetch-Dest")) == (
+        "navigate",
+        "document",
+    )
 
 
 PAGE = Path(__file__).parent / "page"
@@ -147,9 +87,7 @@ MAX_STREAMS, MAX_LOOKS = 32, 4
 ANSWER_TIMEOUT_S = 45.0
 """Time-out of a read that a page waits for: longer than those of a connect, a subscription and a request together."""
 
-CONTEXT = web.AppKey("context", DashboardContext)
-STREAM = web.AppKey("stream", UpdateStream)
-STOP = web.AppKey("stop", asyncio.Event)
+RUNS = web.AppKey("runs", ShownRuns)
 
 
 @dataclass
@@ -179,27 +117,30 @@ class _LimitReached(Exception):
 STREAMS, TOPIC_READS = web.AppKey("streams", RequestLimit), web.AppKey("looks", RequestLimit)
 
 
-def build_app(
-    context: DashboardContext,
-    stop: asyncio.Event,
-    host: str = "localhost",
-    pace_s: Callable[[], float] = lambda: OFTEN_S,
-) -> web.Application:
-    """The application. Streams end when ``stop`` is set. ``host``: the name under which it is served."""
+def build_app(runs: ShownRuns, host: str = "localhost") -> web.Application:
+    """The application. ``host``: the name under which it is served."""
     # The first is the outermost: refused requests reach nothing else, and error answers also get the headers.
     app = web.Application(middlewares=[_guarded(host), _errors_as_json], client_max_size=MAX_BODY)
-    app[CONTEXT], app[STREAM], app[STOP] = context, UpdateStream(context.state, pace_s=pace_s), stop
+    app[RUNS] = runs
     app[STREAMS] = RequestLimit(MAX_STREAMS, "open pages")
     app[TOPIC_READS] = RequestLimit(MAX_LOOKS, "reads of the topics")
-    app.router.add_get("/", _index)
     app.router.add_get("/{folder:page|charts|uplot}/{name}", _asset)
-    app.router.add_get(UPDATES, _updates)
-    app.router.add_get("/api/snapshot", _snapshot)
-    app.router.add_get("/api/trajectory", _trajectory)
-    app.router.add_get("/api/dead-letters", _dead_letters)
-    # 18 digits always fit an offset, which is a signed number of 64 bits.
-    app.router.add_post("/api/dead-letters/{offset:[0-9]{1,18}}/retry", _retry)
+    app.router.add_get("/runs/", _list)
+    app.router.add_get("/api/runs", _runs)
+    for place in ("/", "/runs/{run}/"):
+        app.router.add_get(place, _index)
+        app.router.add_get(f"{place}api/updates", _updates)
+        app.router.add_get(f"{place}api/snapshot", _snapshot)
+        app.router.add_get(f"{place}api/trajectory", _trajectory)
+        app.router.add_get(f"{place}api/dead-letters", _dead_letters)
+        # 18 digits always fit an offset, which is a signed number of 64 bits.
+        app.router.add_post(f"{place}api/dead-letters/{{offset:[0-9]{{1,18}}}}/retry", _retry)
     return app
+
+
+def _shown(request: web.Request) -> AbstractAsyncContextManager[ShownRun]:
+    """The run that a request's address names, during the block."""
+    return request.app[RUNS].using(request.match_info.get("run"))
 
 
 def _guarded(host: str) -> Middleware:
@@ -228,7 +169,7 @@ def _guarded(host: str) -> Middleware:
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn our errors and time-outs into one line of JSON. The stream of updates has no time-out."""
     try:
-        async with asyncio.timeout(None if request.path == UPDATES else ANSWER_TIMEOUT_S):
+        async with asyncio.timeout(None if request.path.endswith(UPDATES) else ANSWER_TIMEOUT_S):
             return await handler(request)
     except _LimitReached as error:
         return _refusal(429, str(error), again=True)
@@ -240,7 +181,8 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except NotIndexedYet as error:
         return _refusal(503, str(error), again=True)
     except StreamRLError as error:
-        return _refusal(503, with_advice(error, request.app[CONTEXT].advice()))
+        context = None if (main := request.app[RUNS].main) is None else main.context
+        return _refusal(503, str(error) if context is None else with_advice(error, context.advice()))
 
 
 def _refusal(status: int, text: str, *, again: bool = False) -> web.Response:
@@ -249,8 +191,23 @@ def _refusal(status: int, text: str, *, again: bool = False) -> web.Response:
     return web.json_response({"error": text, "again": again}, status=status, headers=headers)
 
 
-async def _index(_request: web.Request) -> web.StreamResponse:
-    return web.Response(body=(PAGE / "index.html").read_bytes(), content_type="text/html", charset="utf-8")
+async def _index(request: web.Request) -> web.StreamResponse:
+    if request.match_info.get("run") is None and request.app[RUNS].main is None:
+        raise web.HTTPFound("/runs/")
+    return _page("index.html")
+
+
+async def _list(_request: web.Request) -> web.StreamResponse:
+    return _page("runs.html")
+
+
+def _page(name: str) -> web.Response:
+    return web.Response(body=(PAGE / name).read_bytes(), content_type="text/html", charset="utf-8")
+
+
+async def _runs(request: web.Request) -> web.StreamResponse:
+    with request.app[TOPIC_READS].slot():
+        return web.json_response({"directory": str(request.app[RUNS].root), "runs": await request.app[RUNS].rows()})
 
 
 async def _asset(request: web.Request) -> web.StreamResponse:
@@ -264,102 +221,113 @@ async def _asset(request: web.Request) -> web.StreamResponse:
 
 async def _updates(request: web.Request) -> web.StreamResponse:
     with request.app[STREAMS].slot():
-        response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        try:
-            async for event in request.app[STREAM].updates(request.app[STOP]):
-                await response.write(event.encode())
-        # A closed browser is no error.
-        except (ClientConnectionError, ConnectionResetError):
-            pass
-        return response
+        async with _shown(request) as shown:
+            response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            try:
+                async for event in shown.stream.updates(shown.stop):
+                    await response.write(event.encode())
+            # A closed browser is no error.
+            except (ClientConnectionError, ConnectionResetError):
+                pass
+            return response
 
 
 async def _snapshot(request: web.Request) -> web.StreamResponse:
-    stream = request.app[STREAM]
-    return web.json_response(snapshot(stream.state, stream.state.known_until(stream.clock())))
+    async with _shown(request) as shown:
+        stream = shown.stream
+        return web.json_response(snapshot(stream.state, stream.state.known_until(stream.clock())))
 
 
 async def _trajectory(request: web.Request) -> web.StreamResponse:
     with request.app[TOPIC_READS].slot(), normal_priority():
-        return web.json_response(await inspect(request.app[CONTEXT], request.query.get("id", "")[:300]))
+        async with _shown(request) as shown:
+            return web.json_response(await inspect(shown.records, request.query.get("id", "")[:300]))
 
 
 async def _dead_letters(request: web.Request) -> web.StreamResponse:
     with request.app[TOPIC_READS].slot():
-        return web.json_response(await newest_dead_letters(request.app[CONTEXT]))
+        async with _shown(request) as shown:
+            return web.json_response(await newest_dead_letters(shown.records))
 
 
 async def _retry(request: web.Request) -> web.StreamResponse:
     with request.app[TOPIC_READS].slot():
-        return web.json_response(await retry_dead_letter(request.app[CONTEXT], int(request.match_info["offset"])))
+        async with _shown(request) as shown:
+            return web.json_response(await retry_dead_letter(shown.records, int(request.match_info["offset"])))
 
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def serve(connection: RunConnection, where: Path | None, host: str, port: int, *, open_browser: bool) -> int:
-    """Serve until interrupted, and return the exit code.
+@dataclass(frozen=True)
+class ServingOptions:
+    """Where to serve, and whether to open the page in a browser."""
+
+    host: str
+    port: int
+    open_browser: bool
+
+
+def serve(
+    target: RunConnection | PastRun | None,
+    where: Path | None,
+    listed: Callable[[Path], Sequence[Mapping[str, Any]]],
+    options: ServingOptions,
+) -> int:
+    """Serve until interrupted, and return the exit code. ``target`` None: only the list of runs and its runs.
+
+    ``where``: how the command line named the run. ``listed``: see ``ShownRuns``.
 
     Raises:
         UserError: there is no such run, no broker, or the port is in use.
     """
-    if host not in LOOPBACK:
-        note = f"note: everyone who can reach {host} can see the run and retry its dead letters"
+    if options.host not in LOOPBACK:
+        note = f"note: everyone who can reach {options.host} can see the runs and retry their dead letters"
         print(note, file=sys.stderr)
-    uvloop.run(_serve(connection, where, host, port, open_browser=open_browser))
+    uvloop.run(_serve(target, where, listed, options))
     return stopping.exit_code(after_ctrl_c=0)
 
 
-async def _serve(connection: RunConnection, where: Path | None, host: str, port: int, *, open_browser: bool) -> None:
-    connection = await connection.with_run()
-    stop = asyncio.Event()
-    with stopping.stop_requests_handled_by(lambda _: stop.set()):
-        await _serve_until(stop, connection, where, host, port, open_browser=open_browser)
-
-
-async def _serve_until(
-    stop: asyncio.Event, connection: RunConnection, where: Path | None, host: str, port: int, *, open_browser: bool
+async def _serve(
+    target: RunConnection | PastRun | None,
+    where: Path | None,
+    listed: Callable[[Path], Sequence[Mapping[str, Any]]],
+    options: ServingOptions,
 ) -> None:
-    state, pace = connection.new_state(), Pace()
-    context = DashboardContext(
-        connection.bus,
-        state,
-        str(where or connection.run),
-        lambda: _pieces(connection),
-        lambda: connection.bus.availability.explanation,
-        open_index(connection.directory, connection.address, connection.run),
-        connection.bus.for_single_records(),
-    )
-    # As rarely as all other work of this process next to a busy run.
-    context.follower.every_s = lambda: FOLLOW_EVERY_S * pace.seconds()
-    app = build_app(context, stop, host, pace.seconds)
-    requests = OpenRequests(app, 1.0)
-    await requests.runner.setup()
+    stop, pace = asyncio.Event(), Pace()
+    with stopping.stop_requests_handled_by(lambda _: stop.set()):
+        main = None if target is None else await opened(target, str(where or ""), pace.seconds)
+        runs = ShownRuns(main, root_of(target), listed, pace.seconds)
+        requests = OpenRequests(build_app(runs, options.host), 1.0)
+        await requests.runner.setup()
+        try:
+            address = await bind(requests.runner, options.host, options.port)
+            name = f"runs in {runs.root}/" if runs.main is None else runs.main.stream.state.run
+            print(f"{name} at {address}  (Ctrl-C stops it)", flush=True)
+            if options.open_browser:
+                await in_thread(webbrowser.open, address)
+            tune_garbage_collector()
+            await _follow_main(runs.main, stop)
+        finally:
+            # Streams first, so that their requests end; then all requests, so that none uses a closed index.
+            await runs.halt()
+            try:
+                await requests.end()
+            finally:
+                await runs.close()
+
+
+async def _follow_main(main: ShownRun | None, stop: asyncio.Event) -> None:
+    """Return when ``stop`` is set. If the main run cannot be followed any more, its error ends the command."""
+    stopping_task = asyncio.create_task(stop.wait())
+    following = None if main is None else main.start().following
     try:
-        address = await bind(requests.runner, host, port)
-        print(f"{connection.run} at {address}  (Ctrl-C stops it)", flush=True)
-        if open_browser:
-            await in_thread(webbrowser.open, address)
-        tune_garbage_collector()
-        feed = await feed_of(connection, state, CLIENT_ID, pace.seconds)
-        tasks = [
-            asyncio.create_task(context.follower.run(stop)),
-            asyncio.create_task(give_way_when(lambda: bool(feed.positions))),
-        ]
-        try:
-            await feed.run(stop)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await wait_for_tasks(tasks)
+        await asyncio.wait({stopping_task, *([] if following is None else [following])}, return_when=FIRST_COMPLETED)
+        if following is not None and following.done():
+            following.result()
     finally:
-        stop.set()
-        try:
-            await requests.end()
-            await context.follower.history.close()
-        finally:
-            context.index.close()
+        await end_tasks([stopping_task])
 
 
 async def bind(runner: web.AppRunner, host: str, port: int) -> str:
@@ -376,7 +344,3 @@ async def bind(runner: web.AppRunner, host: str, port: int) -> str:
         ) from error
     bound = runner.addresses[0][1]
     return f"http://{f'[{host}]' if ':' in host else host}:{bound}/"
-
-
-def _pieces(connection: RunConnection) -> Piece:
-    return PLAIN if connection.settings is None else pieces_of(connection.settings.model.path)

@@ -95,7 +95,7 @@ class RunConnection:
         if (settings := self.settings) is None:
             return RunState(self.run, parts=run_parts(self.run))
         progress = RunProgress(planned_steps=settings.training.max_steps, step_trajectories=settings.loop.step_samples)
-        return RunState(self.run, self.reward_weights, run_parts(self.run), settings.run.stall_s, progress)
+        return RunState(self.run, self.reward_weights, run_parts(self.run), settings.run.stall_s, progress=progress)
 
     def name_of(self, topic: Topic) -> str:
         """Full name of one of the run's topics."""

@@ -153,13 +153,12 @@ def marks(record: RunRecord) -> list[dict[str, Any]]:
     """The moments that may explain a jump in the run's curves, each with its step, seconds, kind and words."""
     rows, topics = record.rows, record.facts.topics
     found: list[tuple[float, str, str]] = [(mark.at, mark.kind, mark.text) for mark in (topics.marks if topics else ())]
-    for start in (each for each in record.starts if each.step or each.changed):
+    for start in (each for each in record.starts if each.is_marked):
         # The start's first trainer is the reason of this restart: it is drawn once, with the words of the start.
         own = next((mark for mark in found if mark[0] >= start.at and mark[1] == "restart"), None)
         found = [mark for mark in found if mark is not own]
-        changed = ", ".join(map(str, start.changed))
-        words = f"resumed from step {start.step}" + (f"; changed: {changed}" if changed else "")
-        found.append((own[0] if own else start.at, "settings" if start.changed else "resumed", words))
+        text, kind = start.mark()
+        found.append((own[0] if own else start.at, kind, text))
     return [_mark(rows, *each) for each in sorted(found)[-MARKS:] if rows.steps]
 
 

@@ -21,8 +21,8 @@ from streamrl.observability.run_state.aggregates import LAG_PREFIX
 from streamrl.schemas.errors import DataError
 from streamrl.schemas.evaluation import EVALUATED
 from streamrl.schemas.files import write_atomically
+from streamrl.schemas.starts import RunStart, read_starts
 from streamrl.settings.differences import flat
-from streamrl.settings.starts import RunStart, read_starts
 
 if TYPE_CHECKING:
     from streamrl.settings.run_directory import RunDirectory

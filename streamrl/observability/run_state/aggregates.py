@@ -8,7 +8,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from cachetools import FIFOCache
 
@@ -87,10 +87,11 @@ class StepHistory:
         if taken:
             trajectories = sum(len(batch) for batch in report.micro_batches)
             entry = StepEntry(report.step, report.version, report.sent_at, trajectories, report.metrics)
-            self._append(entry)
+            self.append(entry)
         return taken
 
-    def _append(self, entry: StepEntry) -> None:
+    def append(self, entry: StepEntry) -> None:
+        """Add a step after all others."""
         self.entries.append(entry)
         if len(self.first_rewards) < ENDS and "reward" in entry.metrics:
             self.first_rewards.append((entry.step, entry.metrics["reward"]))
@@ -196,7 +197,10 @@ class Rate:
 
 
 EVENTS_KEPT = 120
+MARKS_KEPT = 60
+"""Most marks in the curves: more could not be told apart in a chart."""
 REPEAT_WITHIN_S = 5.0
+MarkKind = Literal["promotion", "restart", "resumed", "settings"]
 
 
 class Event(NamedTuple):
@@ -209,15 +213,29 @@ class Event(NamedTuple):
     times: int = 1
 
 
+class StepMark(NamedTuple):
+    """An event that curves show, since it may change their course. ``step``: the newest step when it came."""
+
+    step: int
+    at: float
+    kind: MarkKind
+    text: str
+
+
 @dataclass
 class EventLog:
-    """The newest events of a run, newest last. A repeated event is counted instead of added."""
+    """The newest events of a run in the order of time, newest last. A repeated event is counted instead of added.
 
-    events: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
+    ``marks``: the newest of those that curves show. ``step``: the newest step, at which marks are set.
+    """
+
+    events: list[Event] = field(default_factory=list)
     numbered: int = 0
+    marks: deque[StepMark] = field(default_factory=lambda: deque(maxlen=MARKS_KEPT))
+    step: int = 0
 
-    def add(self, at: float, level: str, text: str, times: int = 1) -> None:
-        """Add an event, or count up an equal one from a moment ago."""
+    def add(self, at: float, level: str, text: str, times: int = 1, mark: MarkKind | None = None) -> None:
+        """Add an event, or count up an equal one from a moment ago. ``mark``: show it in the curves as this kind."""
         # The last four events are compared, so that alternating events are counted too.
         for index in range(-1, -min(4, len(self.events)) - 1, -1):
             event = self.events[index]
@@ -225,7 +243,14 @@ class EventLog:
                 self.events[index] = event._replace(times=event.times + times)
                 return
         self.numbered += 1
-        self.events.append(Event(self.numbered, at, level, text, times))
+        # Processes report at their own times and over several topics, so an event may come after a later one.
+        place = len(self.events)
+        while place and self.events[place - 1].at > at:
+            place -= 1
+        self.events.insert(place, Event(self.numbered, at, level, text, times))
+        del self.events[:-EVENTS_KEPT]
+        if mark is not None:
+            self.marks.append(StepMark(self.step, at, mark, text))
 
 
 CurveRow = dict[str, float | None]
@@ -252,11 +277,11 @@ class Curves:
             while rows and (rows[-1]["step"] or 0) >= step:
                 rows.pop()
         self._take_names(values)
-        # Steps that do not make a full point yet wait in ``_pending``, and are drawn as the last point.
-        self._pending.append({"step": float(step), **{name: values.get(name) for name in self.names}})
+        # The newest steps wait in ``_pending`` until the next point starts, so that the newest is drawn by itself.
         if len(self._pending) >= self.stride:
             self.rows.append(_mean(self._pending))
             self._pending.clear()
+        self._pending.append({"step": float(step), **{name: values.get(name) for name in self.names}})
         if len(self.rows) > self.most:  # halve the number of points: each pair becomes its mean
             self.rows = [_mean(self.rows[start : start + 2]) for start in range(0, len(self.rows), 2)]
             self.stride *= 2
@@ -267,8 +292,9 @@ class Curves:
         self.names = (*self.names, *new[: max(0, room)])
 
     def columns(self) -> dict[str, list[float | None]]:
-        """The values by name, and the steps as ``step``. An incomplete point is the last one."""
-        rows = [*self.rows, *([_mean(self._pending)] if self._pending else [])]
+        """The values by name, and the steps as ``step``. The last point is the newest step alone, not a mean."""
+        newest = [_mean(part) for part in (self._pending[:-1], self._pending[-1:]) if part]
+        rows = [*self.rows, *newest]
         return {name: [_short(row.get(name)) for row in rows] for name in ("step", *self.names)}
 
 

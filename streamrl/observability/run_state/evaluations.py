@@ -51,8 +51,11 @@ class EvaluationHistory:
         return self.newest.get(OVERALL)
 
     def columns(self) -> dict[str, list[float | None]]:
-        """Columns for a chart: pass@k of each set and of all sets, over ``step``."""
+        """Columns for a chart: pass@k of all sets, and of each if there are several, over ``step``."""
         names = sorted({name for _, metrics in self.rows for name in metrics if "/pass@" in name})
+        # A single set has the values of all sets: its curves would be drawn twice.
+        if len({name.rpartition("/")[0] for name in names}) == 2:
+            names = [name for name in names if name.count("/") == 1]
         found: dict[str, list[float | None]] = {"step": [float(version.number) for version, _ in self.rows]}
         for name in names:
             values = [metrics.get(name) for _, metrics in self.rows]

@@ -10,6 +10,7 @@ from streamrl.observability.run_state.parts import Section
 from streamrl.observability.run_state.state import COORDINATOR, TRAINER, RunState
 from streamrl.observability.run_state.trajectory_summary import TrajectorySummary
 from streamrl.schemas.identifiers import named_version
+from streamrl.schemas.reports import Heartbeat, WorkerState
 
 SPLIT_WINDOW_S = 60.0
 STALLED_AFTER_S = 60.0
@@ -32,10 +33,12 @@ def sections_of(state: RunState) -> dict[str, Section]:
 
 
 def health(state: RunState, now: float) -> str:
-    """The run's health: finished, paused, draining, stalled, starting or running."""
+    """The run's health: finished, stopped, paused, draining, stalled, starting or running."""
     # The end counts first, then an operator's wish, then a guess from silence.
     if state.progress.finished:
         return "finished"
+    if state.progress.ended:
+        return "stopped"
     if state.progress.mode != "run":
         return {"pause": "paused", "drain": "draining"}[state.progress.mode]
     if state.progress.step_at is None:
@@ -46,6 +49,7 @@ def health(state: RunState, now: float) -> str:
 
 
 def _loop(state: RunState, now: float) -> dict[str, Any]:
+    whole = state.learning.steps.sums()
     return {
         "run": state.run,
         "algorithm": state.progress.algorithm,
@@ -53,6 +57,9 @@ def _loop(state: RunState, now: float) -> dict[str, Any]:
         "version": str(state.progress.version),
         "announced": str(state.progress.announced),
         **live_figures(state, now),
+        "over": _is_over(state),
+        "step_at": state.progress.step_at,
+        "whole": {"trajectories": whole.trajectories, "tokens": round(whole.tokens), "seconds": round(whole.step_s, 1)},
         "skipped_by_reason": state.skipped,
         "metrics": {key: state.metrics[key] for key in SHOWN_METRICS if key in state.metrics},
     }
@@ -72,6 +79,10 @@ SHOWN_METRICS = (
 """Metrics of the newest step to show, under TRL's names; without those that have a name among the figures."""
 
 
+def _is_over(state: RunState) -> bool:
+    return state.progress.finished or state.progress.ended
+
+
 def _lag(state: RunState, _now: float) -> dict[str, Any]:
     lag = state.lag
     buckets = sorted({*lag, *state.trajectories.buckets})
@@ -82,20 +93,24 @@ def _lag(state: RunState, _now: float) -> dict[str, Any]:
 
 
 def _workers(state: RunState, now: float) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": worker,
-            "state": "silent" if worker in state.processes.silent else beat.state.value,
-            "version": beat.weights,
-            "behind": 0 if beat.policy else max(0, state.progress.announced.number - beat.version.number),
-            "running": beat.running,
-            "waiting": beat.waiting,
-            "capacity": beat.capacity,
-            "tokens_per_s": round(beat.tokens_per_s),
-            "age": round(max(0.0, now - beat.sent_at)),
-        }
-        for worker, beat in sorted(state.processes.workers.items())
-    ]
+    return [_worker(state, beat, now) for _, beat in sorted(state.processes.workers.items())]
+
+
+def _worker(state: RunState, beat: Heartbeat, now: float) -> dict[str, Any]:
+    found = {
+        "id": beat.worker_id,
+        "state": "silent" if beat.worker_id in state.processes.silent else beat.state.value,
+        "version": beat.weights,
+        "behind": 0 if beat.policy else max(0, state.progress.announced.number - beat.version.number),
+        "running": beat.running,
+        "waiting": beat.waiting,
+        "capacity": beat.capacity,
+        "tokens_per_s": round(beat.tokens_per_s),
+        "age": round(max(0.0, now - beat.sent_at)),
+    }
+    # The run may have ended before the worker's last heartbeat said so, or without one.
+    ended = {"state": WorkerState.STOPPED.value, "behind": 0, "running": 0, "waiting": 0, "tokens_per_s": 0}
+    return found | (ended if _is_over(state) else {})
 
 
 def _split(state: RunState, now: float) -> list[dict[str, Any]]:
@@ -122,6 +137,7 @@ def _curves(state: RunState, _now: float) -> dict[str, Any]:
         "stride": state.learning.curves.stride,
         # Evaluations have their own, few steps.
         "evaluations": state.learning.evaluations.columns(),
+        "marks": [[mark.step, round(mark.at, 3), mark.kind, mark.text] for mark in state.log.marks],
     }
 
 
@@ -163,7 +179,8 @@ def _row(state: RunState, summary: TrajectorySummary) -> dict[str, Any]:
     position = summary.partition, summary.offset
     return {
         "id": summary.trajectory_id,
-        "place": f"{summary.partition}@{summary.offset}",
+        # Of an ended run some texts were kept, without their places.
+        "place": summary.trajectory_id if summary.partition < 0 else f"{summary.partition}@{summary.offset}",
         "worker": summary.worker_id,
         "bucket": summary.bucket,
         "length": summary.length,
@@ -177,7 +194,7 @@ def _row(state: RunState, summary: TrajectorySummary) -> dict[str, Any]:
         "text": summary.completion,
         "seconds": round(summary.finished_at - summary.started_at, 3),
         "at": round(summary.finished_at, 3),
-        "fate": state.trajectories.fates.of(position, over=state.progress.finished),
+        "fate": state.trajectories.fates.of(position, over=_is_over(state)),
     }
 
 

@@ -26,6 +26,7 @@ from streamrl.observability.run_state.aggregates import (
     Rate,
     RecordPosition,
     StalenessHistogram,
+    StepEntry,
     StepHistory,
     Track,
     TrajectoryFates,
@@ -48,13 +49,18 @@ from streamrl.schemas.reports import (
     StepReport,
     WorkerState,
 )
+from streamrl.schemas.starts import RunStart
 from streamrl.schemas.topics import DEAD_LETTERS, TRAJECTORIES
 
 SILENT_AFTER_S = 10.0
 """Seconds without a heartbeat after which displays show a worker as dead; heartbeats come every second."""
 FINISHED_PREFIX = "kafka/finished/bucket_"
 SKIPPED_PREFIX = "ledger/skipped/"
-SHOWN_TRAJECTORIES = NEWEST
+SHOWN_TRAJECTORIES, SHOWN_UNDECIDED = NEWEST, NEWEST // 4
+"""Most trajectories in a list, and how many of them at least may still wait for their fate."""
+SHOWN_OF_GROUP = 2
+DECIDED_KEPT = 400
+"""Trajectories with a known fate to choose from: a usual step's, so that the list shows many of its prompts."""
 _DIGITS = re.compile(r"\d")
 STALL_S = 120.0
 """Default of ``run.stall_s``, for runs whose settings are unknown."""
@@ -116,6 +122,7 @@ class RunProgress:
     weights announced to workers. ``planned_steps``, ``step_trajectories``: the run's number of steps, and of
     trajectories in a step, by its settings; None: not known.
     ``finished_step``: the last step at which the coordinator ended the run, even if it continued; -1: it never did.
+    ``ended``: none of its processes runs, finished or not; only files tell that.
     """
 
     algorithm: str = ""
@@ -128,6 +135,7 @@ class RunProgress:
     mode: str = "run"
     finished: bool = False
     finished_step: int = -1
+    ended: bool = False
 
 
 @dataclass
@@ -160,7 +168,7 @@ class SampledTrajectories:
     """
 
     last: deque[TrajectorySummary] = field(default_factory=lambda: deque(maxlen=SHOWN_TRAJECTORIES))
-    decided: deque[TrajectorySummary] = field(default_factory=lambda: deque(maxlen=SHOWN_TRAJECTORIES))
+    decided: deque[TrajectorySummary] = field(default_factory=lambda: deque(maxlen=DECIDED_KEPT))
     undecided: FIFOCache[RecordPosition, TrajectorySummary] = field(default_factory=lambda: FIFOCache(UNDECIDED_KEPT))
     buckets: Counter[int] = field(default_factory=Counter)
     bucket_of: dict[int, int] = field(default_factory=dict)
@@ -182,11 +190,18 @@ class SampledTrajectories:
         self.decided.extend(summary for summary in found if summary is not None)
 
     def listed(self) -> list[TrajectorySummary]:
-        """The trajectories that a display lists: the newest, and for up to half the list those decided last."""
-        newest = list(reversed(self.last))
-        first = newest[: SHOWN_TRAJECTORIES // 2]
-        rest = dict.fromkeys((*reversed(self.decided), *newest[len(first) :]))
-        return [*first, *(summary for summary in rest if summary not in first)][:SHOWN_TRAJECTORIES]
+        """The trajectories that a display lists: those whose fate became known last, a few of a group, then the newest.
+
+        All samples of a step are decided at once, so that without a limit the list would show a few prompts only.
+        """
+        of_group: Counter[str] = Counter()
+        found: list[TrajectorySummary] = []
+        for summary in reversed(self.decided):
+            of_group[summary.group_id] += 1
+            if of_group[summary.group_id] <= SHOWN_OF_GROUP:
+                found.append(summary)
+        newest = dict.fromkeys((*found[: SHOWN_TRAJECTORIES - SHOWN_UNDECIDED], *reversed(self.last)))
+        return list(newest)[:SHOWN_TRAJECTORIES]
 
 
 @dataclass
@@ -211,13 +226,15 @@ class RunState:
 
     ``reward_weights``: weights of the run's reward functions, as far as they are known; the default is 1. ``parts``:
     the parts of optional features. ``stall_s``: seconds without a step after which a warning says what the run waits
-    for. ``read_at``: when the topics were last read to their ends, in epoch seconds.
+    for. ``starts``: the run's starts, as far as they are known. ``read_at``: when the topics were last read to their
+    ends, in epoch seconds.
     """
 
     run: str
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     parts: tuple[RunPart, ...] = ()
     stall_s: float = STALL_S
+    starts: Sequence[RunStart] = ()
     progress: RunProgress = field(default_factory=RunProgress)
     learning: LearningHistory = field(default_factory=LearningHistory)
     processes: ProcessActivity = field(default_factory=ProcessActivity)
@@ -350,14 +367,14 @@ class RunState:
             self.log.add(now, "bad", warning)
         self._warned = warning
 
-    def _track(self, name: str) -> Track:
+    def track(self, name: str) -> Track:
         """The track of a process."""
         return self.processes.tracks.setdefault(name, Track())
 
     def _worker_track(self, worker: str) -> Track | None:
         """The track of a worker; None if there are too many workers."""
         if worker in self.processes.tracks or len(self.processes.tracks) < WORKERS_HELD:
-            return self._track(worker)
+            return self.track(worker)
         return None
 
     def _heartbeat(self, beat: Heartbeat) -> None:
@@ -366,7 +383,7 @@ class RunState:
         if before is None and len(self.processes.workers) >= WORKERS_HELD:
             return
         self.processes.workers[beat.worker_id] = beat
-        track = self._track(beat.worker_id)
+        track = self.track(beat.worker_id)
         if beat.worker_id in self.processes.silent:
             self.processes.silent.discard(beat.worker_id)
             self.log.add(beat.sent_at, "good", f"{beat.worker_id} is heard again")
@@ -376,6 +393,8 @@ class RunState:
         if beat.state is not before.state:
             level = "warn" if beat.state in (WorkerState.DRAINING, WorkerState.STOPPED) else "info"
             self.log.add(beat.sent_at, level, f"{beat.worker_id} is {beat.state.value}")
+        if beat.incarnation != before.incarnation:
+            self.log.add(beat.sent_at, "warn", f"{beat.worker_id} was started again", mark="restart")
         if beat.incarnation == before.incarnation:
             # A worker has finished or still holds all that it was sent.
             self.processes.rates["ordered"].add(beat.sent_at, max(0, _sent_to(beat) - _sent_to(before)))
@@ -427,8 +446,9 @@ class RunState:
         progress = self.progress
         if report.version < progress.version:
             return
+        self.log.step = report.step
         if progress.version != NO_VERSION and report.version.lineage != progress.version.lineage:
-            self.log.add(report.sent_at, "warn", f"a new trainer continues from step {report.step}")
+            self._new_lineage(report, progress.step_at or 0.0)
         if self.own_trainer_leads:
             progress.finished = report.finished
         elif report.version.lineage != progress.version.lineage:
@@ -441,7 +461,7 @@ class RunState:
         self.refusals.skips.report(report.version.lineage, report.sent_at, by_reason(self.metrics))
         if not taken:
             return
-        self.learning.curves.add(report.step, report.metrics)
+        self._draw_step(report.step, report.sent_at, report.metrics)
         positions = [(ref.partition, ref.offset) for ref in report.trained_refs]
         # Step n makes version n from version n - 1, from which its trajectories' ages are counted.
         ages = self.trajectories.fates.trained(positions, report.step, report.version.number - 1)
@@ -449,14 +469,33 @@ class RunState:
         self.trajectories.decide(positions)
         self.refusals.since_step.clear()
         self._phases(report)
-        if report.step % EVENT_EVERY_STEPS == 0:
-            reward = report.metrics.get("reward")
+
+    def take_step(self, entry: StepEntry) -> None:
+        """Take a step from the trainer's file into account; steps come in their order."""
+        self.progress.version, self.progress.announced = entry.version, entry.version
+        self.progress.step, self.progress.step_at, self.log.step = entry.step, entry.sent_at, entry.step
+        self.learning.steps.append(entry)
+        self._draw_step(entry.step, entry.sent_at, entry.metrics)
+
+    def _draw_step(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
+        self.learning.curves.add(step, metrics)
+        if step % EVENT_EVERY_STEPS == 0:
+            reward = metrics.get("reward")
             suffix = "" if reward is None else f", reward {reward:.3f}"
-            self.log.add(report.sent_at, "info", f"step {report.step}{suffix}")
+            self.log.add(at, "info", f"step {step}{suffix}")
+
+    def _new_lineage(self, report: StepReport, before: float) -> None:
+        """Note a trainer that continues, with the whole run or alone. ``before``: time of the last report before it."""
+        started = next((start for start in reversed(self.starts) if before < start.at <= report.sent_at), None)
+        if started is None:
+            self.log.add(report.sent_at, "warn", f"a new trainer continues from step {report.step}", mark="restart")
+        else:
+            text, kind = started.mark()
+            self.log.add(report.sent_at, "info", text, mark=kind)
 
     def _phases(self, report: StepReport) -> None:
         # A report has the durations of phases, not their times: they are drawn back to back, up to the report.
-        track, seconds = self._track(TRAINER), [(kind, report.metrics.get(key, 0.0)) for kind, key in PHASES]
+        track, seconds = self.track(TRAINER), [(kind, report.metrics.get(key, 0.0)) for kind, key in PHASES]
         at = report.sent_at - sum(taken for _, taken in seconds)  # the report is sent after the last phase
         for kind, taken in seconds:
             track.extend(at, at + taken, kind, report.step)
@@ -467,7 +506,7 @@ class RunState:
         if report.policy != policy_in(self.run):
             return
         self.log.add(report.sent_at, "bad", f"step {report.step} refused: {report.problem[:160]}")
-        self._track(TRAINER).mark(report.sent_at, "refused", f"step {report.step} refused")
+        self.track(TRAINER).mark(report.sent_at, "refused", f"step {report.step} refused")
 
     def _skip(self, row: SkipRecord) -> None:
         # One row may stand for a whole range of offsets, for example if retention deleted them.
@@ -495,7 +534,7 @@ class RunState:
         if message.version > self.progress.version:
             self.progress.finished = False
         self.processes.rates["weights"].add(message.sent_at)
-        self._track(COORDINATOR).mark(message.sent_at, "announce", f"weights {message.version} announced")
+        self.track(COORDINATOR).mark(message.sent_at, "announce", f"weights {message.version} announced")
 
     def _flow(self, message: FlowControl) -> None:
         # The same mode may be announced again.
@@ -503,7 +542,7 @@ class RunState:
             text = {"run": "the run goes on", "pause": "the run is paused", "drain": "the run is drained"}[message.mode]
             level = "good" if message.mode == "run" else "warn"
             self.log.add(message.sent_at, level, f"{text} ({message.reason})" if message.reason else text)
-            self._track(COORDINATOR).mark(message.sent_at, message.mode, text)
+            self.track(COORDINATOR).mark(message.sent_at, message.mode, text)
         self.progress.mode = message.mode
 
     def _drain(self, message: DrainWorker) -> None:

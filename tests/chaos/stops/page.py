@@ -18,7 +18,7 @@ import aiohttp
 
 from streamrl.bus.embedded.node import free_ports
 from streamrl.bus.memory import MemoryBus
-from streamrl.inspection.dashboard import server
+from streamrl.inspection.dashboard import server, shown
 from streamrl.inspection.dashboard.server import UPDATES
 from streamrl.observability.record_index.store import RecordIndex
 from streamrl.observability.run_state.feed import RunFeed
@@ -98,7 +98,8 @@ async def page(root: Path, random: Random) -> AsyncIterator[Subject]:
         # As a signal ends it, which is the only way that it has.
         stopping = asyncio.create_task(_interrupt(stop))
         try:
-            await server._serve(Connection(bus, root), None, "127.0.0.1", port, open_browser=False)  # type: ignore[arg-type]
+            options = server.ServingOptions("127.0.0.1", port, open_browser=False)
+            await server._serve(Connection(bus, root), None, lambda _: (), options)  # type: ignore[arg-type]
         finally:
             stopping.cancel()
             await asyncio.wait({stopping})
@@ -120,13 +121,9 @@ async def page(root: Path, random: Random) -> AsyncIterator[Subject]:
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     patched = mock.patch.multiple(
-        server,
-        feed_of=feed_of,
-        open_index=lambda *_: RecordIndex(index),
-        give_way_when=_nothing,
-        tune_garbage_collector=lambda: None,
+        shown, feed_of=feed_of, open_index=lambda *_: RecordIndex(index), give_way_when=_nothing
     )
-    with patched:
+    with patched, mock.patch.object(server, "tune_garbage_collector"):
         yield Subject(run, load, lambda: seen.answered > 5, judge)
     for number, handler in before.items():
         asyncio.get_running_loop().remove_signal_handler(number)

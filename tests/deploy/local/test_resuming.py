@@ -28,7 +28,7 @@ from streamrl.observability.role_context import ProcessContext
 from streamrl.schemas.errors import SettingsError
 from streamrl.settings.loading import as_toml, validated
 from streamrl.settings.run_directory import RunDirectory
-from streamrl.settings.starts import RunInput, RunStart, append_start
+from streamrl.schemas.starts import RunInput, RunStart, append_start
 from streamrl.settings.tree import Settings
 from tests.consumers.training.checkpoints.damaged_storage import s3_environment, write
 

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.deploy.local.run_store import list_runs, remove_runs, stored_runs
+from streamrl.deploy.local.run_store import list_runs, remove_runs, run_facts, stored_runs
+from streamrl.observability.run_state.evaluations import OVERALL
+from streamrl.observability.run_state.state import RunStart
 from streamrl.schemas.errors import UserError
+from streamrl.schemas.evaluation import EVALUATED
 from streamrl.settings.run_directory import RunDirectory
+from streamrl.schemas.starts import add_start
 from tests.inspection.report.recorded import CONFIG
 
 
@@ -57,6 +61,18 @@ def test_runs_are_listed_with_what_they_reached_and_take_up(tmp_path: Path, caps
     assert {run["at"] for run in told} == {1e9 + 3}, "the time of the step, not of the file"
     assert list_runs(tmp_path, as_json=False) == 0
     assert "5 runs, 0." in capsys.readouterr().out
+
+
+def test_a_page_of_runs_gets_their_start_and_held_out_result_without_their_sizes(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "mine")
+    rows = [{"step": step, EVALUATED: "1-3", OVERALL: passed} for step, passed in ((2, 0.25), (9, 0.75))]
+    run.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows) + run.metrics.read_text())
+    add_start(run.starts, RunStart(7.0, 0))
+    add_start(run.starts, RunStart(9.0, 2))
+    (found,) = run_facts(tmp_path)
+    # The evaluation of step 9 is of weights that a resumed trainer has undone.
+    assert (found["started"], found["held_out"], found["step"], found["state"]) == (7.0, 0.25, 3, "finished")
+    assert "bytes" not in found
 
 
 def test_a_living_run_is_never_removed(tmp_path: Path) -> None:

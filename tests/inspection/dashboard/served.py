@@ -3,10 +3,12 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
@@ -14,12 +16,20 @@ from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Outgoing
 from streamrl.inspection.dashboard.records import DashboardContext
 from streamrl.inspection.dashboard.server import bind, build_app
+from streamrl.inspection.dashboard.shown import ShownRun, ShownRuns
+from streamrl.inspection.dashboard.updates import UpdateStream
 from streamrl.observability.run_state.feed import RunFeed
 from streamrl.observability.run_state.state import RunState
-from tests.observability.run_state.made_up_run import SHARDS, VOCABULARY, MadeUpRun
+from tests.observability.run_state.made_up_run import SHARDS, VOCABULARY, Happening, MadeUpRun
 from tests.observability.run_state.writing import append, append_letters, append_raw, topics_of
 
 RUN = "gsm8k-grpo"
+Listed = Callable[[Path], Sequence[Mapping[str, Any]]]
+
+
+def nothing(_root: Path) -> Sequence[Mapping[str, Any]]:
+    """A directory without runs."""
+    return ()
 
 
 @dataclass
@@ -33,8 +43,10 @@ class Served:
 
 
 @asynccontextmanager
-async def served(past_s: float = 60.0) -> AsyncIterator[Served]:
-    """A quiet run that goes on, until the end of the block."""
+async def served(
+    past_s: float = 60.0, more: Iterable[Happening] = (), root: Path = Path("nowhere"), listed: Listed = nothing
+) -> AsyncIterator[Served]:
+    """A quiet run that goes on, until the end of the block. ``more``: what else happened in its past."""
     bus, now = topics_of(RUN), time.time()
     happenings = MadeUpRun(now - past_s).happenings()
     for happening in happenings:
@@ -42,7 +54,10 @@ async def served(past_s: float = 60.0) -> AsyncIterator[Served]:
         if happening.at > now:
             break
     append_letters(bus, RUN, now)
-    async with _served(bus, ((each.at, partial(append, bus, RUN, each)) for each in happenings)) as dashboard:
+    for happening in more:
+        append(bus, RUN, happening)
+    coming = ((each.at, partial(append, bus, RUN, each)) for each in happenings)
+    async with _served(bus, coming, root, listed) as dashboard:
         yield dashboard
 
 
@@ -60,11 +75,17 @@ async def served_fast(seconds: float) -> AsyncIterator[Served]:
 
 
 @asynccontextmanager
-async def _served(bus: MemoryBus, coming: Iterator[tuple[float, Callable[[], None]]]) -> AsyncIterator[Served]:
+async def _served(
+    bus: MemoryBus,
+    coming: Iterator[tuple[float, Callable[[], None]]],
+    root: Path = Path("nowhere"),
+    listed: Listed = nothing,
+) -> AsyncIterator[Served]:
     stop = asyncio.Event()
     state = RunState(RUN)
     context = DashboardContext(bus, state, f"runs/{RUN}", lambda: lambda token: VOCABULARY[token % len(VOCABULARY)])
-    runner = web.AppRunner(build_app(context, stop), access_log=None, shutdown_timeout=0.5)
+    shown = ShownRun(UpdateStream(state), context, stop=stop)
+    runner = web.AppRunner(build_app(ShownRuns(shown, root, listed)), access_log=None, shutdown_timeout=0.5)
     await runner.setup()
     address = await bind(runner, "127.0.0.1", 0)
     tasks = [asyncio.create_task(RunFeed(bus, state, SHARDS).run(stop))]

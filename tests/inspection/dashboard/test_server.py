@@ -49,7 +49,8 @@ async def test_the_page_and_its_parts_are_small_and_guarded(web: aiohttp.ClientS
             assert answer.status == 200
             assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
             total += len(await answer.read())
-    assert total < 130_000
+    # A page of runs and one of a run, with all charts, uncompressed: a slow line loads it within a second.
+    assert total < 150_000
 
 
 @pytest.mark.parametrize("path", ABSENT)

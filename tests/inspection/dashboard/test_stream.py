@@ -1,7 +1,7 @@
 import asyncio
 import json
 
-from streamrl.inspection.dashboard.server import SLOW, UpdateStream
+from streamrl.inspection.dashboard.updates import SLOW, UpdateStream
 from streamrl.observability.run_state.pace import OFTEN_S
 from streamrl.observability.run_state.state import RunState
 from tests.schemas.examples import examples

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from streamrl.inspection.report.page import page_of, write_page
 from streamrl.inspection.report.record import RunRecord, read_record
-from streamrl.settings.starts import Change, RunStart
+from streamrl.schemas.starts import Change, RunStart
 from tests.inspection.dashboard.browser import Page, browser_page, chromium, expect_no_serious_issue
 from tests.inspection.report.recorded import gather, record_run
 

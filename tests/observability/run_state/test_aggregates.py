@@ -6,6 +6,7 @@ from streamrl.observability.run_state.aggregates import (
     FADE_EVERY,
     FATES_KEPT,
     INTERVALS,
+    MARKS_KEPT,
     Curves,
     EventLog,
     Interval,
@@ -46,6 +47,30 @@ def test_repeats_are_counted_and_the_log_is_bounded() -> None:
         log.add(200.0, "info", f"event {index}")
     assert len(log.events) == EVENTS_KEPT
     assert log.events[-1].number == 1001
+
+
+def test_events_are_in_the_order_of_time_however_they_come() -> None:
+    log = EventLog()
+    for at in (3.0, 1.0, 9.0, 2.0):
+        log.add(at, "info", f"at {at:.0f}")
+    assert [event.text for event in log.events] == ["at 1", "at 2", "at 3", "at 9"]
+
+
+def test_marks_of_curves_are_bounded_and_stand_at_the_step_that_was_the_newest() -> None:
+    log = EventLog()
+    for step in range(MARKS_KEPT + 5):
+        log.step = step
+        log.add(float(step), "info", f"event {step}", mark="promotion")
+    assert [mark.step for mark in log.marks] == list(range(5, MARKS_KEPT + 5))
+    assert log.marks[-1][1:] == (float(MARKS_KEPT + 4), "promotion", f"event {MARKS_KEPT + 4}")
+
+
+def test_the_last_point_of_a_curve_is_the_newest_step_and_no_mean() -> None:
+    curves = Curves(("reward",), most=4)
+    for step in range(1, 60):
+        curves.add(step, {"reward": float(step)})
+        assert curves.columns()["reward"][-1] == step
+        assert curves.columns()["step"] == sorted(set(curves.columns()["step"]))
 
 
 def test_neighbours_are_joined_so_that_all_of_the_past_stays_in_view() -> None:

@@ -20,6 +20,15 @@ def started(version: PolicyVersion, parent: PolicyVersion) -> StepReport:
     return report.replace(version=version, step=version.number, parent=parent, policy=None, finished=False)
 
 
+def test_the_only_set_of_prompts_is_drawn_once() -> None:
+    state = RunState("r")
+    for number, sets in ((1, ("math",)), (2, ("math", "code"))):
+        report = evaluated(PolicyVersion(1, number), 0.5)
+        state.observe_message(report.replace(metrics={OVERALL: 0.5, **{f"eval/{name}/pass@1": 0.5 for name in sets}}))
+        drawn = [*state.learning.evaluations.columns()]
+        assert drawn == ["step", OVERALL] if number == 1 else ["step", "eval/code/pass@1", "eval/math/pass@1", OVERALL]
+
+
 def test_an_undone_evaluation_is_in_no_summary() -> None:
     state = RunState("r")
     for number in (0, 400, 450):

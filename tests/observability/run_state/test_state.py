@@ -9,9 +9,11 @@ from streamrl.observability.run_state.state import (
     AWAY_S,
     CURVES,
     FLAT_STEPS,
+    SHOWN_OF_GROUP,
     SHOWN_TRAJECTORIES,
     TRAINER,
     WORKERS_HELD,
+    RunStart,
     RunState,
 )
 from streamrl.schemas.control import RunFinished
@@ -71,23 +73,64 @@ def test_every_trajectory_is_counted() -> None:
     assert at_once.progress.step == one_by_one.progress.step
 
 
-def test_half_of_the_list_is_for_trajectories_whose_fate_is_known_when_newer_ones_come_fast() -> None:
+def test_a_list_begins_with_trajectories_whose_fate_is_known_and_has_few_of_a_group() -> None:
     state = RunState(RUN)
-    written = (each for each in MadeUpRun(BEGIN).happenings() if each.topic is TRAJECTORIES)
     bus = topics_of(RUN)
+    written = (each for each in MadeUpRun(BEGIN).happenings() if each.topic is TRAJECTORIES)
     for happening in itertools.islice(written, 200):
         append(bus, RUN, happening)
     for partition in bus.log(f"{RUN}.{TRAJECTORIES.name}").partitions:
         for record in partition:
             state.observe_record(record)
-    first, newest = next(iter(state.trajectories.undecided.values())), state.trajectories.last[-1]
-    skipped = examples()["skip"]
     assert all(row["fate"] == "waiting" for row in snapshot(state, BEGIN)["trajectories"])
-    state.observe_message(skipped.model_copy(update={"partition": first.partition, "offset": first.offset}))
+    group = list(state.trajectories.undecided.values())[:8]
+    for summary in group:
+        summary = state.trajectories.undecided[summary.partition, summary.offset] = summary._replace(group_id="g")
+        skipped = examples()["skip"].model_copy(update={"partition": summary.partition, "offset": summary.offset})
+        state.observe_message(skipped)
     listed = state.trajectories.listed()
     assert len(listed) == len(set(listed)) == SHOWN_TRAJECTORIES
-    assert listed[0] == newest
-    assert listed[SHOWN_TRAJECTORIES // 2] == first
+    assert [each.group_id for each in listed].count("g") == SHOWN_OF_GROUP
+    assert {each.group_id for each in listed[:SHOWN_OF_GROUP]} == {"g"}
+    assert listed[SHOWN_OF_GROUP] == state.trajectories.last[-1]
+
+
+def marks_of(state: RunState) -> list[tuple[int, str]]:
+    return [(step, kind) for step, _, kind, _ in snapshot(state, BEGIN)["curves"]["marks"]]
+
+
+def reported(step: int, lineage: int, at: float) -> StepReport:
+    report = examples()["step-report"]
+    assert isinstance(report, StepReport)
+    return report.replace(
+        step=step, version=PolicyVersion(lineage, step), sent_at=BEGIN + at, finished=False, policy=None
+    )
+
+
+def test_restarts_and_a_resumed_run_are_marked_in_the_curves() -> None:
+    state, beat = RunState(RUN), examples()["heartbeat"].replace(sent_at=BEGIN)
+    state.observe_message(reported(5, 1, 0.0))
+    for number, incarnation in enumerate(("a", "a", "b")):
+        state.observe_message(beat.replace(incarnation=incarnation, sent_at=BEGIN + number))
+    state.observe_message(reported(4, 2, 20.0))
+    state.starts = (RunStart(BEGIN - 9.0, 0), RunStart(BEGIN + 29.0, 4), RunStart(BEGIN + 49.0, 4, ("a.b 1 → 2",)))
+    state.observe_message(reported(4, 3, 40.0))
+    state.observe_message(reported(4, 4, 60.0))
+    assert marks_of(state) == [(5, "restart"), (4, "restart"), (4, "resumed"), (4, "settings")]
+    assert state.log.events[-1].text == "the run was resumed from step 4; changed: a.b 1 → 2"
+
+
+def test_a_finished_run_shows_what_was_and_no_worker_that_warns() -> None:
+    state = RunState(RUN)
+    for record in records(40.0):
+        state.observe_record(record)
+    state.observe_message(RunFinished(sequence=9, sent_at=BEGIN + 40.0, step=state.progress.step))
+    shown = snapshot(state, BEGIN + 500.0)
+    assert shown["loop"]["over"]
+    assert {row["state"] for row in shown["workers"]} == {"stopped"}
+    assert {row["tokens_per_s"] for row in shown["workers"]} == {0}
+    assert shown["loop"]["step_at"] == state.progress.step_at
+    assert shown["loop"]["whole"]["trajectories"] == 64 * state.progress.step
 
 
 def test_a_display_speaks_of_the_moment_until_which_the_run_is_known() -> None:

@@ -8,22 +8,44 @@ const AXES = {
   time: { incrs: TIMES, values: moments, named: (at) => `after ${span(at)}` },
 };
 
+/** Kinds of marks: their word in the legend, and their colour. */
+const SIGNS = { promotion: ["promotion", "publish"], restart: ["restart", "bad"], resumed: ["resumed", "good"], settings: ["settings changed", "checkpoint"] };
+const REACH = 6;  // pixels
+export const kindsOf = (marks) => Object.keys(SIGNS).filter((kind) => marks.some((mark) => mark[2] === kind));
+
 /**
- * Draw lines into a box. Returns a function that draws other points of the same lines.
+ * Draw lines into a box. Returns a function that draws other points of the same lines, and other marks of the same kinds.
+ * `marks`: [step, seconds, kind, words], drawn across the lines; the words are shown under the cursor.
  * A line has `name`, `hue`, `x`, `y` and may have `smooth` (drawn boldly over `y`), `dash`, `width`, `filled`, `ends` (in a dot).
- * `marks`: vertical lines, each [x, hue].
  */
 export function curves(box, lines, { label, height, over, marks = [] }) {
-  const { incrs, values, named } = AXES[over];
+  const { incrs, values, named } = AXES[over], kinds = kindsOf(marks), placed = over === "time" ? 1 : 0;
+  const near = (chart) => marks.filter((mark) => Math.abs(chart.valToPos(mark[placed], "x") - chart.cursor.left) < REACH).map(([, , , words]) => words);
   const options = {
     label, height, named: true,
-    hooks: { draw: [(chart) => rule(chart, marks)] },
     scales: { x: { time: false }, y: { range: (_chart, low, high) => roomy(low, high) } },
     axes: [axis({ incrs, values, grid: { show: false } }), axis({ size: 46, values: (_chart, ticks) => ticks.map(short) })],
-    series: [{ class: "at", value: (_chart, at) => (at === null ? "" : named(at)) }, ...lines.flatMap((line) => (line.smooth ? [pale(line), bold(line)] : [bold(line)]))],
+    series: [
+      { class: "at", value: (chart, at) => (at === null ? "" : [named(at), ...near(chart)].join(" · ")) },
+      ...lines.flatMap((line) => (line.smooth ? [pale(line), bold({ ...line, ends: false })] : [bold(line)])),
+      ...kinds.map((kind) => ({ label: SIGNS[kind][0], hue: SIGNS[kind][1], class: "mark", value: () => "", points: { show: false } })),
+    ],
+    hooks: { draw: [(chart) => paint(chart, (g, x) => upright(chart, g, x, marks, placed))] },
   };
-  const chart = plot(box, options, points(lines));
-  return (found) => chart.setData(points(found));
+  const chart = plot(box, options, points(lines, kinds));
+  return (found, others = []) => { marks = others; chart.setData(points(found, kinds)); };
+}
+
+/** Draw each mark as a dashed line over the height of the plot. */
+function upright(chart, g, x, marks, placed) {
+  const { left, top, width, height } = chart.bbox, unit = uPlot.pxRatio;
+  g.setLineDash([3, 3]);
+  for (const mark of marks) {
+    const at = x(mark[placed]), kind = mark[2];
+    if (at < left / unit || at > (left + width) / unit) continue;
+    g.strokeStyle = colour(SIGNS[kind][1]);
+    g.beginPath(); g.moveTo(at, top / unit); g.lineTo(at, (top + height) / unit); g.stroke();
+  }
 }
 
 /** The range of the vertical axis: from zero, unless that would leave the lower half empty. */
@@ -32,19 +54,11 @@ function roomy(low, high) {
   return [low >= 0 && low <= high * 0.5 ? 0 : low - margin, high + margin];
 }
 
-/** Draw the vertical lines of the marks that the horizontal axis reaches. */
-function rule(chart, marks) {
-  const { top, height } = chart.bbox, { min, max } = chart.scales.x, up = (pixels) => pixels / uPlot.pxRatio;
-  paint(chart, (g, across) => {
-    g.setLineDash([4, 3]); g.lineWidth = 1.5;
-    for (const [at, hue] of marks.filter(([at]) => at >= min && at <= max)) {
-      g.strokeStyle = colour(hue);
-      g.beginPath(); g.moveTo(across(at), up(top)); g.lineTo(across(at), up(top + height)); g.stroke();
-    }
-  });
+/** The points of all lines. A kind of mark has a line without points, for its place in the legend. */
+function points(lines, kinds) {
+  const all = uPlot.join(lines.map((line) => (line.smooth ? [line.x, line.y, line.smooth] : [line.x, line.y])));
+  return [...all, ...kinds.map(() => all[0].map(() => null))];
 }
-
-const points = (lines) => uPlot.join(lines.map((line) => (line.smooth ? [line.x, line.y, line.smooth] : [line.x, line.y])));
 
 function bold({ name, hue, dash, width = 1.8, filled, ends, smooth }) {
   return {
@@ -55,7 +69,7 @@ function bold({ name, hue, dash, width = 1.8, filled, ends, smooth }) {
 }
 
 /** The line of the exact values. The legend shows these, so the smoothed line has no name. */
-const pale = (line) => ({ ...bold({ ...line, filled: false, ends: false, smooth: null }), width: 1.1, alpha: 0.35 });
+const pale = (line) => ({ ...bold({ ...line, filled: false, smooth: null }), width: 1.1, stroke: () => `${colour(line.hue)}59` });
 
 /** Indices of single values between gaps, which no line shows, and of the last value if `ends`. */
 function dots(values, ends) {

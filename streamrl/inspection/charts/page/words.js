@@ -21,5 +21,11 @@ function parts(amount, whole, sixtieth) {
   return `${Math.floor(rounded / 60)} ${whole}${rest ? ` ${rest} ${sixtieth}` : ""}`;
 }
 
+/** The time of day, with the date if it is not today, from seconds since the epoch. */
+export function moment(at) {
+  const day = new Date(at * 1000);
+  return day.toDateString() === new Date().toDateString() ? clock(at) : `${day.toLocaleDateString("en-GB", { day: "numeric", month: "short" })}, ${clock(at)}`;
+}
+
 /** The time of day, from seconds since the epoch. */
 export const clock = (at) => new Date(at * 1000).toLocaleTimeString("en-GB");

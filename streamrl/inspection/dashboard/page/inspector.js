@@ -22,7 +22,7 @@ export async function inspect(name) {
 async function look(name, number) {
   let again = true;
   try {
-    const answer = await fetch(`/api/trajectory?id=${encodeURIComponent(name)}`), found = await answer.json();
+    const answer = await fetch(`api/trajectory?id=${encodeURIComponent(name)}`), found = await answer.json();
     if (number !== asked) return;
     if (answer.ok) { show(found); again = !found.settled; }
     else { again = Boolean(found.again); if (!shown) body.replaceChildren(el("p", { class: "empty", role: "status" }, found.error)); }

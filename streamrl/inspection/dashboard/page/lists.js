@@ -1,7 +1,7 @@
 // Tables and lists: trajectories, workers, lag, time split, events, dead letters. Rows are reused, not created again.
 import { el, text } from "/charts/elements.js";
 import { KINDS } from "/charts/lanes.js";
-import { clock, short, span } from "/charts/words.js";
+import { clock, moment, short, span } from "/charts/words.js";
 import { inspect } from "./inspector.js";
 
 const $ = (id) => document.getElementById(id);
@@ -50,9 +50,9 @@ export function trajectories(found) {
 export function workers(found) {
   const make = () => el("tr", {}, el("td"), el("td"), el("td", {}, el("span", { class: "gauge", "aria-hidden": "true" }, el("b")), el("span")), el("td", { class: "num" }));
   rowsOf($("workers").tBodies[0], found.length, make).forEach((row, index) => {
-    const each = found[index], [name, weights, slots, speed] = row.cells, calm = each.state === "ready";
-    text(name, calm ? each.id : `${each.id} · ${each.state}`);
-    name.className = calm ? "" : each.state === "silent" ? "bad" : "warn";
+    const each = found[index], [name, weights, slots, speed] = row.cells;
+    text(name, each.state === "ready" ? each.id : `${each.id} · ${each.state}`);
+    name.className = { ready: "", stopped: "quiet", silent: "bad" }[each.state] ?? "warn";
     text(weights, each.behind ? `${each.version}  (−${each.behind})` : each.version);
     slots.firstChild.firstChild.style.width = `${(100 * Math.min(1, each.running / Math.max(1, each.capacity))).toFixed(0)}%`;
     text(slots.lastChild, `${each.running}/${each.capacity}${each.waiting ? ` +${each.waiting}` : ""}`);
@@ -114,14 +114,14 @@ export function events(found) {
   const newest = found.slice().reverse();
   rowsOf($("events"), newest.length, () => el("li", {}, el("time"), el("span", { class: "dot", "aria-hidden": "true" }), el("span"))).forEach((row, index) => {
     const [, at, level, said, times] = newest[index], [time, dot, words] = row.children;
-    text(time, clock(at)); dot.className = `dot ${level}`; text(words, times > 1 ? `${said} × ${times}` : said);
+    text(time, moment(at)); dot.className = `dot ${level}`; text(words, times > 1 ? `${said} × ${times}` : said);
   });
 }
 
 export async function letters() {
   const box = $("dlq");
   try {
-    const answer = await fetch("/api/dead-letters"), found = await answer.json();
+    const answer = await fetch("api/dead-letters"), found = await answer.json();
     if (!answer.ok) throw new Error(found.error);
     text($("dlq-count"), found.total ? String(found.total) : "");
     box.replaceChildren(...(found.letters.length ? found.letters.map(letter) : [el("p", { class: "empty" }, "None. Every record was decoded.")]));
@@ -133,7 +133,7 @@ function letter(each) {
   const retry = el("button", { type: "button", class: "plain", "aria-label": `Retry dead letter ${each.offset}`, onclick: async () => {
     retry.disabled = true; said.textContent = "sending…";
     try {
-      const answer = await fetch(`/api/dead-letters/${each.offset}/retry`, { method: "POST", headers: { "Content-Type": "application/json" }, body: "{}" });
+      const answer = await fetch(`api/dead-letters/${each.offset}/retry`, { method: "POST", headers: { "Content-Type": "application/json" }, body: "{}" });
       const done = await answer.json();
       said.textContent = answer.ok ? [done.action, done.detail].filter(Boolean).join(": ") : done.error;
     } catch (error) { said.textContent = String(error.message); }
@@ -146,12 +146,17 @@ function letter(each) {
 
 export function tiles(state) {
   const { loop, curves: known } = state, metrics = loop.metrics, rewards = known?.reward.filter((value) => value !== null) ?? [];
+  const ended = loop.over, whole = loop.whole, mean = (amount) => (whole.seconds ? `${short(amount / whole.seconds)}/s in ${span(whole.seconds)} of steps` : "");
+  // The curve's newest value, so that both always agree: the figure itself may be one step ahead.
+  const reward = rewards.at(-1) ?? loop.reward;
   const before = rewards.at(-Math.min(rewards.length, 20)), change = rewards.length > 1 ? rewards.at(-1) - before : null;
   const all = [
-    ["Step", short(loop.step), loop.max_steps === null ? "" : `of ${short(loop.max_steps)}`, loop.step_age_s === null ? "no step yet" : [loop.time_left_s ? `${span(loop.time_left_s)} left` : `last ${span(loop.step_age_s)} ago`, `${short(loop.steps_per_min)}/min`].join(" · ")],
-    ["Reward", loop.reward === null ? "–" : loop.reward.toFixed(3), "", change === null ? "" : `${change < 0 ? "−" : "+"}${Math.abs(change).toFixed(3)} recently`],
-    ["Trained", short(loop.trajectories_per_s), "/s", `trajectories · ${short(loop.sampled_per_s)} sampled/s`],
-    ["Sampling", short(loop.sampled_tokens_per_s), "tokens/s", `${short(loop.running)} running · ${short(loop.waiting)} waiting`],
+    ["Step", short(loop.step), loop.max_steps === null ? "" : `of ${short(loop.max_steps)}`, loop.step_age_s === null ? "no step yet" : ended ? `the last, at ${moment(loop.step_at)}` : [loop.time_left_s ? `${span(loop.time_left_s)} left` : `last ${span(loop.step_age_s)} ago`, `${short(loop.steps_per_min)}/min`].join(" · ")],
+    ["Reward", reward === null ? "–" : reward.toFixed(3), "", change === null ? "" : `${change < 0 ? "−" : "+"}${Math.abs(change).toFixed(3)} against ${Math.min(rewards.length, 20) - 1} steps before`],
+    ended ? ["Trained", short(whole.trajectories), "trajectories", mean(whole.trajectories)]
+      : ["Trained", short(loop.trajectories_per_s), "/s", `trajectories · ${short(loop.sampled_per_s)} sampled/s`],
+    ended ? ["Sampled", short(whole.tokens), "tokens", mean(whole.tokens)]
+      : ["Sampling", short(loop.sampled_tokens_per_s), "tokens/s", `${short(loop.running)} running · ${short(loop.waiting)} waiting`],
     ["Staleness", loop.staleness_mean === null ? "–" : loop.staleness_mean.toFixed(2), "steps", `at most ${short(loop.staleness_max)} in the last step`],
     ["Trainer computes", metrics["time/train_share"] === undefined ? "–" : String(Math.round(metrics["time/train_share"] * 100)), "%", `of a step${metrics["time/step"] === undefined ? "" : ` of ${span(metrics["time/step"])}`}`],
   ];

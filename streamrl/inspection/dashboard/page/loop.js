@@ -1,4 +1,5 @@
 // Draws the loop: five stations, the pipes between them, and the rate in each pipe.
+import { el } from "/charts/elements.js";
 import { short } from "/charts/words.js";
 
 const NS = "http://www.w3.org/2000/svg";
@@ -90,19 +91,24 @@ function lag(found) {
   });
 }
 
-export function drawLoop(root, state) {
+/** Draw the loop into an image, and write it into a list for screens too narrow for the image. */
+export function drawLoop(root, inWords, state) {
   if (!parts) build(root);
-  const loop = state.loop;
-  const shown = { orders: loop.ordered_per_s, trajectories: loop.sampled_per_s, trained: loop.trajectories_per_s, steps: loop.steps_per_min, weights: loop.weights_per_min };
-  for (const [name, value] of Object.entries(shown)) { set(parts.rates[name], short(value)); flow(name, value); }
-  flow("room", loop.ordered_per_s);
+  const loop = state.loop, ended = loop.over, served = state.instances?.find((each) => each.served);
+  const shown = ended ? {} : { orders: loop.ordered_per_s, trajectories: loop.sampled_per_s, trained: loop.trajectories_per_s, steps: loop.steps_per_min, weights: loop.weights_per_min };
+  for (const name of Object.keys(parts.rates)) { set(parts.rates[name], short(shown[name])); flow(name, shown[name]); }
+  flow("room", shown.orders);
   const say = (name, first, second) => { set(parts.text[name][0], first); set(parts.text[name][1], second); };
-  say("dispatcher", "prompts to orders", loop.health === "paused" ? "paused" : "trajectories ordered");
-  say("workers", `${loop.workers} · ${short(loop.running)} of ${short(loop.capacity)} slots busy`, `${short(loop.sampled_tokens_per_s)} tokens/s`);
+  say("dispatcher", "prompts to orders", ended || loop.health === "paused" ? loop.health : "trajectories ordered");
+  if (ended) say("workers", loop.health, `${short(loop.whole.tokens)} tokens trained`);
+  else say("workers", `${loop.workers} · ${short(loop.running)} of ${short(loop.capacity)} slots busy`, `${short(loop.sampled_tokens_per_s)} tokens/s`);
   say("log", `lag ${short(loop.lag)}`, "not finished, by bucket");
-  say("trainer", `step ${loop.step}${loop.max_steps === null ? "" : ` of ${loop.max_steps}`}`, loop.algorithm || "–");
+  say("trainer", `step ${loop.step}${loop.max_steps === null ? "" : ` of ${loop.max_steps}`}`, served ? `${served.name} is served` : loop.algorithm || "–");
   say("coordinator", `weights ${loop.announced}`, loop.health);
   for (const [name, node] of Object.entries(parts.nodes)) node.classList.toggle("on", (shown[{ dispatcher: "orders", workers: "trajectories", log: "trajectories", trainer: "trained", coordinator: "weights" }[name]] ?? 0) > 0);
+  const words = Object.keys(STATIONS).map((name) => [STATIONS[name].name, ...parts.text[name].map((line) => line.textContent)]);
+  const flows = Object.keys(parts.rates).map((name) => `${parts.rates[name].textContent} ${PIPES[name].unit}`).join(" · ");
+  inWords.replaceChildren(...words.map(([name, ...told]) => el("li", {}, el("b", {}, name), ` ${told.join(", ")}`)), el("li", {}, flows));
   if (state.workers) fleet(state.workers);
   if (state.lag) lag(state.lag);
 }

@@ -1,10 +1,10 @@
 // Receives updates, keeps the newest version of each section, and draws changed sections, at most once a frame.
 import { ages } from "/charts/ages.js";
-import { curves, smoothed } from "/charts/curves.js";
+import { curves, kindsOf, smoothed } from "/charts/curves.js";
 import { el, text } from "/charts/elements.js";
 import { lengths } from "/charts/lengths.js";
 import { repaint } from "/charts/plot.js";
-import { short } from "/charts/words.js";
+import { moment, short } from "/charts/words.js";
 import * as lists from "./lists.js";
 import { drawLoop } from "./loop.js";
 import { Timeline } from "./timeline.js";
@@ -17,7 +17,9 @@ const LEARNING = [
   ["grad", "Gradient norm", "Gradient norm before clipping", () => [["norm", "grad_norm"]]],
   ["entropy", "Entropy", "Entropy of the policy in nats a token", () => [["entropy", "entropy"]]],
   ["kl", "KL", "Divergences of the policy in nats a token", () => [["to the reference", "kl"], ["to the behaviour policy", "mismatch_kl/all/mean"]]],
-  ["clip", "Shares", "Shares of tokens clipped, of completions cut and of groups without advantage", () => [["tokens clipped", "clip_ratio/region_mean"], ["completions cut", "completions/clipped_ratio"], ["groups without advantage", "frac_reward_zero_std"]]],
+  ["clip", "Tokens clipped", "Share of tokens clipped", () => [["of the tokens", "clip_ratio/region_mean"]]],
+  ["cut", "Completions cut", "Share of completions cut at the length limit", () => [["of the completions", "completions/clipped_ratio"]]],
+  ["flat", "Groups without advantage", "Share of groups whose rewards are all equal", () => [["of the groups", "frac_reward_zero_std"]]],
   ["passed", "Held-out prompts passed", "pass@k of held-out prompts", (told) => Object.keys(told).filter((key) => key.includes("/pass@")).map((key) => [key.slice(5), key])],
   ["parts", "Parts of the reward", "Mean of each reward function", (curves) => Object.keys(curves).filter((key) => key.startsWith("rewards/")).map((key) => [key.slice(8, -5), key])],
 ];
@@ -36,22 +38,24 @@ const DRAW = {
     text($("run-name"), run); text($("health"), health);
     $("health").className = `pill ${{ running: "good", finished: "good", stalled: "bad" }[health] ?? "warn"}`;
     document.title = `${state.loop.step} · ${run} · StreamRL`;
-    lists.tiles(state); drawLoop($("loop"), state);
+    lists.tiles(state); drawLoop($("loop"), $("loop-words"), state);
     if (letters !== letterCount) { letterCount = letters; lists.letters(); }
   },
   curves() {
-    const { step: x, reward, "completions/mean_length": length, "completions/max_length": longest } = state.curves;
+    const { step: x, reward, marks, "completions/mean_length": length, "completions/max_length": longest } = state.curves;
+    if (state.loop) lists.tiles(state);
     if (x.length < 2) return;
+    const drawn = (id, lines) => chart(id, curves, lines, marks.filter(([step]) => step >= x[0]));
     LEARNING.forEach(([id, , , lines]) => {
       const from = id === "passed" ? state.curves.evaluations : state.curves;
       const named = lines(from).map(([name, key], at) => ({ name, hue: HUES[at % HUES.length], x: from.step, y: from[key], width: 1.4, ends: true }));
       const told = named.filter(({ y }) => y?.some((value) => value !== null)), card = $(id).closest(".card");
       card.hidden = !told.length;
-      if (told.length) chart(id, curves, told);
+      if (told.length) drawn(id, told);
       text($(`${id}-now`), told.map(({ name, y }) => `${told.length > 1 ? `${name} ` : ""}${short(y.findLast((value) => value !== null))}`).join(", "));
     });
-    chart("reward", curves, [{ name: "reward", hue: "generate", x, y: reward, smooth: smoothed(reward, SMOOTHED), filled: true, ends: true }]);
-    chart("length", curves, [{ name: "longest", hue: "publish", x, y: longest, width: 1 }, { name: "mean", hue: "train", x, y: length, filled: true, ends: true }]);
+    drawn("reward", [{ name: "reward", hue: "generate", x, y: reward, smooth: smoothed(reward, SMOOTHED), filled: true, ends: true }]);
+    drawn("length", [{ name: "longest", hue: "publish", x, y: longest, width: 1 }, { name: "mean", hue: "train", x, y: length, filled: true, ends: true }]);
     text($("reward-now"), short(reward.at(-1)));
     text($("length-now"), `mean ${short(length.at(-1))}, longest ${short(longest.at(-1))} tokens`);
   },
@@ -66,16 +70,20 @@ const DRAW = {
     text($("close"), close === null ? "" : `${Math.round(close * 100)}% within ×1.5`);
   },
   staleness() { if (state.staleness.counts.length) chart("staleness", ages, [{ name: "", hue: "train", counts: state.staleness.counts }]); },
-  timeline() { timeline.hold(state.timeline); },
+  timeline() {
+    timeline.hold(state.timeline);
+    // Nothing comes after the end, so the whole past is shown once instead of an empty present.
+    if (state.loop?.over && timeline.following) timeline.all();
+  },
   trajectories() { lists.trajectories(state.trajectories); },
   events() { lists.events(state.events); },
 };
 
-/** Draw a chart when it has its first data, then update it. If it has other lines, it is drawn again. */
-function chart(id, make, data) {
-  const lines = make === curves ? data.map((line) => line.name).join() : "";
-  if (charts[id]?.lines === lines) charts[id].draw(data);
-  else charts[id] = { lines, draw: make($(id), data, { label: $(id).dataset.said, height: TALL, over: "step" }) };
+/** Draw a chart when it has its first data, then update it. If it has other lines or kinds of marks, it is drawn again. */
+function chart(id, make, data, marks = []) {
+  const lines = make === curves ? [...data.map((line) => line.name), ...kindsOf(marks)].join() : "";
+  if (charts[id]?.lines === lines) charts[id].draw(data, marks);
+  else charts[id] = { lines, draw: make($(id), data, { label: $(id).dataset.said, height: TALL, over: "step", marks }) };
 }
 
 function frame(time) {
@@ -86,7 +94,7 @@ function frame(time) {
 }
 
 function connect() {
-  const source = new EventSource("/api/updates");
+  const source = new EventSource("api/updates");
   source.onmessage = ({ data }) => {
     const found = JSON.parse(data), offset = found.now - performance.now() / 1000;
     skew = heardAt && Math.abs(offset - skew) < 2 ? skew + (offset - skew) * 0.1 : offset;
@@ -96,7 +104,8 @@ function connect() {
 }
 
 setInterval(() => {
-  const quiet = performance.now() - heardAt;
+  const quiet = performance.now() - heardAt, { over, step, max_steps: most, step_at: at } = state.loop ?? {};
+  if (over) { text($("link"), `last step ${step}${most === null ? "" : ` of ${most}`}, ${at === null ? "" : moment(at)}`); return; }
   text($("link"), !heardAt ? "connecting…" : quiet < pace * 1000 + PATIENCE_MS ? "live" : `no update for ${Math.round(quiet / 1000)} s`);
 }, 500);
 

@@ -8,7 +8,6 @@ import { shareBars, Timeline } from "./timeline.js";
 
 const DATA = JSON.parse(document.getElementById("data").textContent), HEIGHT = 190;
 const COMPARED = DATA.runs.length > 1, PIECES = 40, HUES = 8, DASHES = [undefined, [6, 3], [2, 3]];
-const MARK_HUES = { restart: "c6", resumed: "c3", settings: "c2", promotion: "c4" };  // hues, as the style sheet has them
 const state = { axis: "step", smooth: true }, redraws = [];
 const place = (name) => document.getElementById(name), hue = (number) => `c${number % HUES}`, known = (value) => value !== null;
 const named = (runs) => runs.map((each) => ({ ...each, name: DATA.runs[each.run].name }));
@@ -24,7 +23,7 @@ function draw(box, spec) {
   const over = spec.axis ?? state.axis;
   const lines = spec.lines.map((line, number) => drawn(line, COMPARED ? line.run : number, over, spec.title));
   const label = `${spec.title}: ${lines.map(({ name, y }) => `${name} from ${short(y.find(known))} to ${short(y.findLast(known))}`).join(", ")}`;
-  curves(box, lines, { label, over, height: HEIGHT, marks: DATA.marks.map(({ kind, ...at }) => [at[over], MARK_HUES[kind]]) });
+  curves(box, lines, { label, over, height: HEIGHT, marks: DATA.marks.map(({ step, time, kind, text }) => [step, time, kind, text]) });
 }
 
 function drawn({ run, name, at, y }, number, over, title) {

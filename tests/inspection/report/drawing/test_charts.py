@@ -11,7 +11,7 @@ from streamrl.inspection.report.record import (
     rows_of,
 )
 from streamrl.schemas.evaluation import EVALUATED
-from streamrl.settings.starts import Change, RunStart
+from streamrl.schemas.starts import Change, RunStart
 
 
 def run(count: int, **metrics: float) -> StepTable:

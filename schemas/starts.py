@@ -6,7 +6,7 @@ A start is one line of ``starts.jsonl`` in the run's directory. Displays read it
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -50,6 +50,18 @@ class RunStart(BaseModel):
     inputs: dict[str, str] = {}
     changed: tuple[Change, ...] = ()
     earlier_trajectories: str | None = None
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether curves may jump at this start: it continued a run, or something had changed."""
+        return bool(self.step or self.changed)
+
+    def mark(self) -> tuple[str, Literal["resumed", "settings"]]:
+        """The start in words, and the kind of its mark in curves."""
+        text = f"resumed from step {self.step}"
+        if not self.changed:
+            return text, "resumed"
+        return f"{text}; changed: {', '.join(map(str, self.changed))}", "settings"
 
 
 def read_starts(path: Path) -> tuple[RunStart, ...]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.schemas.errors import UserError
-from streamrl.settings.starts import Change, RunInput, RunStart, append_start, changed_inputs, read_starts
+from streamrl.schemas.starts import Change, RunInput, RunStart, append_start, changed_inputs, read_starts
 
 FIRST = RunStart(at=1.0, step=0, inputs={"prompts": "a"})
 SECOND = RunStart(
