@@ -33,6 +33,41 @@ class ReleasedOrder(Part):
     samples: tuple[tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]], ...]
 
 
+Bytes = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class GpuUsage(Part):
+    """What is used of a GPU; None: not known. ``busy``: share of the time in which it computes.
+
+    ``gpu_id``: its UUID, under which every process knows it.
+    """
+
+    gpu_id: ShortText
+    name: ShortText
+    busy: Share | None = None
+    used_bytes: Bytes | None = None
+    total_bytes: Bytes | None = None
+
+
+class ResourceUsage(Part):
+    """What a process with its children, and its machine ``host``, use: means over the last seconds.
+
+    ``cores_used``: processor cores that the process and its children use; ``memory_bytes``: of their memory, shared
+    pages counted for each. ``machine_busy``: share of all cores' time. ``gpus``: those that the process sees; empty:
+    none, None: not known.
+    """
+
+    host: ShortText
+    cores_used: Annotated[float, Field(ge=0)]
+    memory_bytes: Bytes
+    machine_cores: Annotated[int, Field(ge=1)]
+    machine_busy: Share
+    machine_used_bytes: Bytes
+    machine_bytes: Bytes
+    gpus: tuple[GpuUsage, ...] | None = None
+
+
 class Heartbeat(Message):
     """Worker → dispatcher and coordinator: the worker is alive; its state, its orders and its speed.
 
@@ -51,7 +86,8 @@ class Heartbeat(Message):
     ``request_address`` is the address for requests of gateways, which have their own slots; None: it takes no requests.
     ``policy`` is the arm of a split whose weights the worker has and whose ``version`` it reports; empty for the served
     policy. ``declined`` gives, by group, the attempt of recent evaluation orders that the worker does not carry out,
-    because its weights are an arm's or will be soon. ``wire`` is the wire version that the worker speaks.
+    because its weights are an arm's or will be soon. ``wire`` is the wire version that the worker speaks. ``usage``
+    says what the worker's process and machine use; None: not measured.
     """
 
     SCHEMA: ClassVar[str] = "heartbeat"
@@ -77,6 +113,7 @@ class Heartbeat(Message):
     policy: ShortText = ""
     declined: dict[ShortText, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
     wire: Annotated[int, Field(ge=1)] = 1
+    usage: ResourceUsage | None = None
     sequence: Annotated[int, Field(ge=0)]
     sent_at: float
 
@@ -177,7 +214,8 @@ class StepReport(Message):
     the lineage belongs to.
 
     ``policy`` is the name of an attached instance, which is in all records that the instance writes. For a promoted
-    policy, ``served_as`` is the version under which workers know the exported weights.
+    policy, ``served_as`` is the version under which workers know the exported weights. ``usage``: what the trainer's
+    process and machine use; None: not measured.
     """
 
     SCHEMA: ClassVar[str] = "step-report"
@@ -202,6 +240,7 @@ class StepReport(Message):
     run_id: ShortText | None = None
     policy: ShortText | None = None
     served_as: PolicyVersion | None = None
+    usage: ResourceUsage | None = None
     sent_at: float
 
     @property

@@ -129,6 +129,10 @@ class EmulatedPolicy:
         """No limits in practice."""
         return ModelLimits(vocabulary=NO_LIMIT, positions=NO_LIMIT)
 
+    def speed_metrics(self, tokens: int, seconds: float) -> dict[str, float]:
+        """None: nothing is computed."""
+        return {}
+
     def accumulate(self, batch: MicroBatch) -> None:
         """Launch a forward and backward pass."""
         seconds = dealt_s(batch, self._durations, self._ranks)

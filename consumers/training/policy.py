@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -27,6 +27,7 @@ from streamrl.consumers.training.checkpoints.manifest import CARD, CheckpointMan
 from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, remove_leftovers
 from streamrl.consumers.training.checkpoints.store import CheckpointStore, TrainerState, VerifiedCheckpoint
 from streamrl.consumers.training.companions import open_companions
+from streamrl.consumers.training.compute_limit import ComputeLimit, flops_per_token, matmul_flops_per_s
 from streamrl.consumers.training.model import (
     WeightCopy,
     copy_tokenizer,
@@ -151,6 +152,16 @@ class TrainedPolicy:
         if not lora.rank:
             return None
         return WeightAdapter(base_sha256=self._base_sha256, rank=lora.rank, scale=lora.scaled_alpha / lora.rank)
+
+    def speed_metrics(self, tokens: int, seconds: float) -> dict[str, float]:
+        """See ``Policy``. The limit is measured at the first call."""
+        return {} if self._compute_limit is None else self._compute_limit.metrics(tokens, seconds)
+
+    @cached_property
+    def _compute_limit(self) -> ComputeLimit | None:
+        model, dtype = self.learner.model, getattr(torch, self._training.dtype)
+        flops = flops_per_token(model)
+        return None if flops is None else ComputeLimit(matmul_flops_per_s(model.device, dtype), flops)
 
     def accumulate(self, batch: MicroBatch) -> None:
         """Add the gradient of a micro-batch."""

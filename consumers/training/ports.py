@@ -106,6 +106,13 @@ class Policy(Protocol):
         """The model's vocabulary and longest sequence."""
         ...
 
+    def speed_metrics(self, tokens: int, seconds: float) -> dict[str, float]:
+        """Metrics of the speed against the device's limit, for tokens computed in so many seconds.
+
+        Empty if the limit is not known.
+        """
+        ...
+
     def accumulate(self, batch: MicroBatch) -> None:
         """Add the gradient of a micro-batch.
 

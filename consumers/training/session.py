@@ -56,7 +56,7 @@ from streamrl.consumers.training.step_report import Ancestry, PublishedWeights, 
 from streamrl.schemas.codec import encode, headers_of
 from streamrl.schemas.errors import BusError, CheckpointError, LateExport, SettingsError
 from streamrl.schemas.identifiers import SERVED_POLICY, PolicyVersion, named_version, policy_in, scope_of
-from streamrl.schemas.reports import RefusedStep, StepReport
+from streamrl.schemas.reports import RefusedStep, ResourceUsage, StepReport
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import STEPS
 from streamrl.schemas.weights import newest_lineage
@@ -176,7 +176,7 @@ class TrainerContext:
     """A trainer's settings and ports, made once and shared by all parts of training.
 
     ``failpoint`` is called at each failpoint. ``clock`` gives the time of day and ``monotonic`` measures phases of a
-    step, both in seconds.
+    step, both in seconds. ``usage`` measures this process.
     """
 
     settings: LearningSettings
@@ -186,6 +186,7 @@ class TrainerContext:
     clock: Callable[[], float] = time.time
     monotonic: Callable[[], float] = time.perf_counter
     failpoint: FailpointHook = no_failpoint
+    usage: Callable[[], ResourceUsage | None] = lambda: None
 
 
 async def hold_run(context: TrainerContext, compute: Compute) -> IdentityKeeper:

@@ -79,6 +79,11 @@ class GatheredStep:
         return sum(batch.num_tokens for batch in self.batches)
 
     @property
+    def computing_s(self) -> float:
+        """Seconds of forward and backward passes so far."""
+        return self.timer.seconds.get("forward_backward", 0.0)
+
+    @property
     def group_ids(self) -> tuple[str, ...]:
         """Ids of the groups, in the order of arrival."""
         return tuple(group.group_id for group in self.groups)
@@ -97,7 +102,7 @@ class GatheredStep:
         """Seconds of the step by phase so far, the share that was training, and tokens per second."""
         seconds = self.timer.seconds
         step = max(self.timer.since_start(), 1e-9)
-        training = seconds.get("forward_backward", 0.0) + seconds.get("optimizer", 0.0)
+        training = self.computing_s + seconds.get("optimizer", 0.0)
         return {f"time/{name}": value for name, value in seconds.items()} | {
             "time/step": step,
             "time/train_share": training / step,

@@ -163,6 +163,7 @@ class Trainer:
         metrics = finite(await self._metrics(session, gathered, outcome.metrics))
         name, now = settings.algorithm.name, context.clock()
         draft = step_report(name, session.published_weights(), gathered, metrics, ledger.prompt_cursor, now)
+        draft = draft.replace(usage=context.usage())
         make_report = session.exporting(snapshot, draft)
         report: StepReport | MakeReport = make_report
         if session.is_checkpoint_due:
@@ -188,6 +189,7 @@ class Trainer:
             **gathered.padding.summary(),
             **learned,
             **gathered.timings(),
+            **await session.compute(session.policy.speed_metrics, gathered.tokens, gathered.computing_s),
             **await session.reader.metrics(),
             "num_tokens": float(session.tokens_seen),
             "time/export_weights": session.export_s,  # of the previous version, exported during this step

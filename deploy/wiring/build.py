@@ -201,6 +201,7 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
         ModelError: the model's tokenizer or the engine's library cannot be loaded.
     """
     from streamrl.consumers.training.identity_store import IdentityFile
+    from streamrl.observability.usage import own_usage
     from streamrl.producers.generation.worker import GenerationWorker, RunContext
     from streamrl.schemas.identifiers import partition_of_worker
     from streamrl.weights.fetch import WeightsFetcher
@@ -219,6 +220,7 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
             run_id=IdentityFile(settings.run.path).run_id,
             has_graders=_has_graders(settings),
             wanted_series=wanted_series(),
+            usage=own_usage().usage,
         ),
         worker_id=context.name,
         # Wrapped here, so that a worker does not know whether it is traced.

@@ -12,6 +12,7 @@ from streamrl.consumers.training.ports import Policy, RestoredCheckpoint
 from streamrl.consumers.training.session import LearningSettings, PartsOf, TrainedRun, TrainerContext, TrainerParts
 from streamrl.consumers.training.trainer import Trainer
 from streamrl.observability.role_context import ProcessContext, Role
+from streamrl.observability.usage import own_usage
 from streamrl.schemas.identifiers import SERVED_POLICY
 from streamrl.settings.features import policy_hooks
 from streamrl.settings.tree import Settings
@@ -61,7 +62,8 @@ def trainer_context(settings: Settings, context: ProcessContext) -> tuple[Traine
         identity=IdentityFile(settings.run.path),
         adopt=context.adopt,
     )
-    return TrainerContext(learning, run, parts_of(settings.run.instance == SERVED_POLICY)), parts_of
+    parts = parts_of(settings.run.instance == SERVED_POLICY)
+    return TrainerContext(learning, run, parts, usage=own_usage().usage), parts_of
 
 
 def _weights_store(settings: Settings, is_served: bool) -> Path:

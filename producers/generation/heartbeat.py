@@ -15,13 +15,15 @@ from streamrl.producers.generation.rollout import WorkerLoad
 from streamrl.producers.generation.status import WorkerStatus
 from streamrl.schemas.errors import BusError
 from streamrl.schemas.messages import WIRE_VERSION
-from streamrl.schemas.reports import Heartbeat
+from streamrl.schemas.reports import Heartbeat, ResourceUsage
 
 log = structlog.get_logger()
 
 ORDERS_EVERY_S = 5.0
 """Seconds between two heartbeats that list the held orders: a few hundred orders take some kilobytes, and time-outs of
 orders are minutes. An empty list takes two bytes and is always sent."""
+MeasureUsage = Callable[[], ResourceUsage | None]
+"""Measures what this process and its machine use; None: not measured."""
 RATE_WINDOW_S = 10.0
 """Seconds over which tokens per second are averaged: several chunks of each completion, and still recent."""
 
@@ -30,7 +32,7 @@ RATE_WINDOW_S = 10.0
 class Heartbeats:
     """Writes this incarnation's heartbeats, numbered from 0, from status, load and engine.
 
-    ``capacity``: the engine's slots for work orders. ``clock`` returns the time of day.
+    ``capacity``: the engine's slots for work orders. ``clock`` returns the time of day. ``usage`` measures the process.
     """
 
     publisher: Publisher
@@ -42,6 +44,7 @@ class Heartbeats:
     load: WorkerLoad
     status: WorkerStatus
     clock: Callable[[], float] = time.time
+    usage: MeasureUsage = lambda: None
     _sequence: int = field(init=False, default=0)
     _rates: deque[tuple[float, int]] = field(init=False, default_factory=deque)
     _named_at: float = field(init=False, default=-math.inf)
@@ -94,6 +97,7 @@ class Heartbeats:
             policy=status.policy,
             declined=status.declined(now),
             wire=WIRE_VERSION,
+            usage=self.usage(),
             sequence=self._sequence - 1,
             sent_at=self.clock(),
         )

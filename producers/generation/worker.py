@@ -24,7 +24,7 @@ from streamrl.bus.port import Bus, Outgoing, Publisher, Record, Subscription
 from streamrl.bus.waiting import wait_for_event
 from streamrl.producers.generation.control import ControlFollower
 from streamrl.producers.generation.engines.port import Engine, Interrupted, Tokenizer, encoded
-from streamrl.producers.generation.heartbeat import Heartbeats
+from streamrl.producers.generation.heartbeat import Heartbeats, MeasureUsage
 from streamrl.producers.generation.outbox import Fence, FencedPublisher, Outbox
 from streamrl.producers.generation.pace import WorkerPace, pace_of
 from streamrl.producers.generation.partials import PartialLog, PartialPool, PartialReader
@@ -78,7 +78,7 @@ class RunContext:
 
     ``run_id``: id of the run in the worker's run directory, None without such a directory. ``has_graders``: whether
     graders score the trajectories after the worker. ``wanted_series``: creates the object that decides which series of
-    weights a worker follows. ``pace``: how often a worker reports, from the loop.
+    weights a worker follows. ``pace``: how often a worker reports, from the loop. ``usage``: measures this process.
     """
 
     name: str
@@ -88,6 +88,7 @@ class RunContext:
     has_graders: bool = False
     wanted_series: Callable[[], WantedSeries] = OwnSeries
     pace: Callable[[LoopSettings], WorkerPace] = pace_of
+    usage: MeasureUsage = lambda: None
 
 
 @dataclass
@@ -205,6 +206,7 @@ class WorkerSession:
             rollout.load,
             status,
             clocks.time_of_day,
+            context.usage,
         )
         return cls(worker, pace, status, work_orders, follower, adopter, heartbeats, executor, side_work)
 

@@ -25,12 +25,14 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.messages import Message
 from streamrl.schemas.reports import (
     CarriedOver,
+    GpuUsage,
     Heartbeat,
     InstanceBeat,
     RecordRef,
     RefusedStep,
     RelayBeat,
     ReleasedOrder,
+    ResourceUsage,
     SkipReason,
     SkipRecord,
     StepReport,
@@ -57,6 +59,16 @@ from streamrl.schemas.trajectories import (
 
 M = TypeVar("M", bound=Message)
 SHA256 = "0123456789abcdef" * 4
+USAGE = ResourceUsage(
+    host="box",
+    cores_used=1.5,
+    memory_bytes=2 << 30,
+    machine_cores=8,
+    machine_busy=0.25,
+    machine_used_bytes=5 << 30,
+    machine_bytes=16 << 30,
+    gpus=(GpuUsage(gpu_id="GPU-1", name="H200", busy=0.75, used_bytes=70 << 30, total_bytes=140 << 30),),
+)
 PARTS = (
     TrajectoryPart(worker_id="worker-1", attempt=0, start=0),
     TrajectoryPart(worker_id="worker-2", attempt=1, start=2),
@@ -220,6 +232,8 @@ def full_examples() -> dict[str, Message]:
         "heartbeat-of-an-arm": some["heartbeat"].replace(policy="rloo"),
         "heartbeat-declining": some["heartbeat"].replace(declined={"evaluation:easy/3/2-4": 1}),
         "operator-command-promote": OperatorCommand(action="promote", policy="rloo", sent_at=1_795_000_006.0),
+        "heartbeat-with-usage": some["heartbeat"].replace(usage=USAGE),
+        "step-report-with-usage": some["step-report"].replace(usage=USAGE),
         "step-report-promoted": some["step-report"].replace(policy="rloo", served_as=PolicyVersion(5, 41)),
         "control-weights-ready-promoted": some["control-weights-ready"].replace(
             promotion=Promotion(policy="rloo", since=PolicyVersion(4, 40), lineage=5, shift=29)

@@ -71,6 +71,10 @@ class RankedPolicy(TrainedPolicy):
             self._team.tell("load", paths=[str(path.absolute()) for path in paths])
             self.learner.load_rows(PiecedTensors(paths))
 
+    def speed_metrics(self, tokens: int, seconds: float) -> dict[str, float]:
+        """None: what several devices and their links could do together is not measured."""
+        return {}
+
     def accumulate(self, batch: MicroBatch) -> None:
         """Add the gradient of a micro-batch, distributed over all ranks.
 

@@ -99,6 +99,7 @@ def _summary(sample: SampleText, at: float, weights: Mapping[str, float]) -> Tra
         offset=NOT_KEPT,
         policy="",
         aged_from=version.number,
+        solved=False,
     )
 
 

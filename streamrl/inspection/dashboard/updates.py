@@ -14,7 +14,7 @@ from streamrl.observability.run_state.pace import OFTEN_S
 from streamrl.observability.run_state.snapshot import sections_of
 from streamrl.observability.run_state.state import RunState
 
-SLOW = {"curves": 2, "timeline": 2, "lengths": 2, "staleness": 2, "split": 2}
+SLOW = dict.fromkeys(("curves", "timeline", "lengths", "staleness", "split", "rewards", "usage"), 2)
 """Ticks between two renderings of a section that is large and changes slowly."""
 
 

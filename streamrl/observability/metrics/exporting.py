@@ -22,6 +22,7 @@ from streamrl.observability.metrics.endpoint import endpoint
 from streamrl.observability.metrics.families import CORE_FAMILIES, Family, Meters
 from streamrl.observability.metrics.metering import Collector, MeteringObserver, metering_of
 from streamrl.observability.metrics.settings import MetricsSettings
+from streamrl.observability.usage import meter_usage
 from streamrl.schemas.errors import BusError
 from streamrl.schemas.topics import TRAJECTORIES
 
@@ -88,6 +89,7 @@ def open_metering(
     meters = Meters(run_name, CORE_FAMILIES + families)
     observer, collectors = metering_of(role, meters)
     metering = Metering(meters, observer, collectors)
+    metering.collect(meter_usage)
     meters.set(1, "build_info", metadata.version("streamrl"), process, role)
     metering.tasks.append(Collecting(meters, collectors).run)
     # one process of a run asks for the lag: the coordinator, since there is only one

@@ -38,6 +38,14 @@ _EVERYWHERE = (
     Family("bus_consumed_records", "counter", "Records read.", ("topic",)),
     Family("bus_consumed_bytes", "counter", "Bytes of values read, uncompressed.", ("topic",)),
     Family("bus_publish_failures", "counter", "Records that failed to be sent, or may have.", ("topic", "error")),
+    Family("process_cpu_cores", "gauge", "Processor cores that the process and its children use."),
+    Family("process_tree_memory_bytes", "gauge", "Resident memory of the process and its children."),
+    Family("machine_cpu_ratio", "gauge", "Share of all cores of the machine in use.", ("host",)),
+    Family("machine_memory_used_bytes", "gauge", "Memory of the machine in use.", ("host",)),
+    Family("machine_memory_bytes", "gauge", "Memory of the machine.", ("host",)),
+    Family("gpu_utilization_ratio", "gauge", "Share of the time in which a GPU computes.", ("host", "gpu", "device")),
+    Family("gpu_memory_used_bytes", "gauge", "Memory of a GPU in use.", ("host", "gpu", "device")),
+    Family("gpu_memory_bytes", "gauge", "Memory of a GPU.", ("host", "gpu", "device")),
     Family(
         "bus_publish_duration_seconds", "histogram", "From hand-over to the broker's answer.", ("topic",), SEND_SECONDS
     ),

@@ -1,6 +1,6 @@
 """A run's state as plain data, in sections that change at different rates. Independent of web and terminal."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from streamrl.observability.run_state.parts import Section
 from streamrl.observability.run_state.state import COORDINATOR, TRAINER, RunState
 from streamrl.observability.run_state.trajectory_summary import TrajectorySummary
 from streamrl.schemas.identifiers import named_version
-from streamrl.schemas.reports import Heartbeat, WorkerState
+from streamrl.schemas.reports import Heartbeat, ResourceUsage, WorkerState
 
 SPLIT_WINDOW_S = 60.0
 STALLED_AFTER_S = 60.0
@@ -75,6 +75,10 @@ SHOWN_METRICS = (
     "time/train_share",
     "padding/all",
     "time/step",
+    "time/forward_backward",
+    "perf/mfu",
+    "perf/limit_tok/s",
+    "perf/matmul_tflops",
 )
 """Metrics of the newest step to show, under TRL's names; without those that have a name among the figures."""
 
@@ -198,6 +202,46 @@ def _row(state: RunState, summary: TrajectorySummary) -> dict[str, Any]:
     }
 
 
+def _rewards(state: RunState, _now: float) -> dict[str, Any]:
+    recent, difficulty = state.trajectories.rewards, state.trajectories.difficulty
+    return {
+        "trajectories": len(recent.newest),
+        "bars": recent.bars(),
+        "prompts": difficulty.counts(),
+        "hardest": [[name, round(each.mean, 4), each.solved, each.samples] for name, each in difficulty.hardest()],
+    }
+
+
+def _usage(state: RunState, now: float) -> dict[str, Any]:
+    """What processes and machines use, by the newest reports of those that are alive."""
+    if _is_over(state):
+        return {"processes": [], "machines": []}
+    found = {beat.worker_id: beat.usage for beat in state.living_workers(now) if beat.usage is not None}
+    if state.processes.trainer is not None:
+        found = {TRAINER: state.processes.trainer, **found}
+    # Every process reports its machine and its GPUs; of several on one, the last report counts.
+    machines = {usage.host: usage for usage in found.values()}
+    return {
+        "processes": [[name, each.host, each.cores_used, each.memory_bytes] for name, each in found.items()],
+        "machines": [_machine(machines[host], found.values()) for host in sorted(machines)],
+    }
+
+
+def _machine(machine: ResourceUsage, all_usage: Iterable[ResourceUsage]) -> dict[str, Any]:
+    here = [usage for usage in all_usage if usage.host == machine.host]
+    known = [usage.gpus for usage in here if usage.gpus is not None]
+    # Processes that share a GPU both report it.
+    gpus = {gpu.gpu_id: gpu for each in known for gpu in each}.values()
+    return {
+        "host": machine.host,
+        "cores": machine.machine_cores,
+        "busy": machine.machine_busy,
+        "used": machine.machine_used_bytes,
+        "total": machine.machine_bytes,
+        "gpus": [[gpu.name, gpu.busy, gpu.used_bytes, gpu.total_bytes] for gpu in gpus] if known else None,
+    }
+
+
 def _events(state: RunState, _now: float) -> list[list[Any]]:
     return [[event.number, round(event.at, 3), event.level, event.text, event.times] for event in state.log.events]
 
@@ -211,6 +255,8 @@ SECTIONS: dict[str, Callable[[RunState, float], Any]] = {
     "lengths": _lengths,
     "staleness": _staleness,
     "timeline": _timeline,
+    "rewards": _rewards,
+    "usage": _usage,
     "trajectories": _trajectories,
     "events": _events,
 }

@@ -33,6 +33,7 @@ from streamrl.observability.run_state.aggregates import (
 )
 from streamrl.observability.run_state.evaluations import EvaluationHistory
 from streamrl.observability.run_state.parts import RunPart
+from streamrl.observability.run_state.rewards import PromptDifficulty, RecentRewards
 from streamrl.observability.run_state.skips import EXAMPLE_LIMIT, SkipCauses, SkipCounts
 from streamrl.observability.run_state.stalls import first_step_waits_for, waiting_for
 from streamrl.observability.run_state.trajectory_summary import NEWEST, TrajectorySummary, sampled, summary_of
@@ -44,6 +45,7 @@ from streamrl.schemas.messages import Message
 from streamrl.schemas.reports import (
     Heartbeat,
     RefusedStep,
+    ResourceUsage,
     SkipReason,
     SkipRecord,
     StepReport,
@@ -149,11 +151,16 @@ class LearningHistory:
 
 @dataclass
 class ProcessActivity:
-    """The run's processes and their activities. ``workers``: the last heartbeat of each; ``silent``: silent workers."""
+    """The run's processes and their activities.
+
+    ``workers``: the last heartbeat of each; ``silent``: silent workers. ``trainer``: what the trainer's process used
+    last.
+    """
 
     workers: dict[str, Heartbeat] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
     tracks: dict[str, Track] = field(default_factory=dict)
+    trainer: ResourceUsage | None = None
     rates: dict[str, Rate] = field(default_factory=_rates)
 
 
@@ -176,6 +183,8 @@ class SampledTrajectories:
     calibration: LengthCalibration = field(default_factory=LengthCalibration)
     staleness: StalenessHistogram = field(default_factory=StalenessHistogram)
     fates: TrajectoryFates = field(default_factory=TrajectoryFates)
+    rewards: RecentRewards = field(default_factory=RecentRewards)
+    difficulty: PromptDifficulty = field(default_factory=PromptDifficulty)
 
     def arrived(self, summary: TrajectorySummary) -> None:
         """Note a trajectory whose fate is not known yet."""
@@ -326,6 +335,8 @@ class RunState:
         bucket = self.trajectories.bucket_of[summary.partition] = min(summary.bucket, MOST_BUCKETS - 1)
         self._count_trajectory(at, bucket)
         self.trajectories.calibration.add(summary.predicted, summary.length)
+        self.trajectories.rewards.add(summary.reward)
+        self.trajectories.difficulty.add(summary.group_id, summary.reward, solved=summary.solved)
         self.trajectories.arrived(summary)
         for part in self.parts:
             part.sampled(summary)
@@ -394,7 +405,7 @@ class RunState:
             level = "warn" if beat.state in (WorkerState.DRAINING, WorkerState.STOPPED) else "info"
             self.log.add(beat.sent_at, level, f"{beat.worker_id} is {beat.state.value}")
         if beat.incarnation != before.incarnation:
-            self.log.add(beat.sent_at, "warn", f"{beat.worker_id} was started again", mark="restart")
+            self._new_incarnation(beat, before)
         if beat.incarnation == before.incarnation:
             # A worker has finished or still holds all that it was sent.
             self.processes.rates["ordered"].add(beat.sent_at, max(0, _sent_to(beat) - _sent_to(before)))
@@ -403,6 +414,17 @@ class RunState:
                 track.extend(before.sent_at, beat.sent_at, "generate", before.version.number)
         if beat.weights != before.weights:
             track.mark(beat.sent_at, "adopt", f"weights {beat.weights}")
+
+    def _new_incarnation(self, beat: Heartbeat, before: Heartbeat) -> None:
+        """Note a worker that was started again: alone after it was lost, which is marked, or otherwise."""
+        has_left = before.state is WorkerState.STOPPED or self._start_between(before.sent_at, beat.sent_at) is not None
+        if has_left:
+            self.log.add(beat.sent_at, "good", f"{beat.worker_id} joined again")
+        else:
+            self.log.add(beat.sent_at, "warn", f"{beat.worker_id} was started again", mark="restart")
+
+    def _start_between(self, after: float, until: float) -> RunStart | None:
+        return next((start for start in reversed(self.starts) if after < start.at <= until), None)
 
     @property
     def own_trainer_leads(self) -> bool:
@@ -457,6 +479,7 @@ class RunState:
             self.learning.evaluations.start_lineage(report.version.lineage, report.parent)
         progress.version, progress.algorithm = report.version, report.algorithm
         progress.step, progress.step_at = report.step, report.sent_at
+        self.processes.trainer = report.usage or self.processes.trainer
         taken = self.learning.steps.add(report)
         self.refusals.skips.report(report.version.lineage, report.sent_at, by_reason(self.metrics))
         if not taken:
@@ -486,7 +509,7 @@ class RunState:
 
     def _new_lineage(self, report: StepReport, before: float) -> None:
         """Note a trainer that continues, with the whole run or alone. ``before``: time of the last report before it."""
-        started = next((start for start in reversed(self.starts) if before < start.at <= report.sent_at), None)
+        started = self._start_between(before, report.sent_at)
         if started is None:
             self.log.add(report.sent_at, "warn", f"a new trainer continues from step {report.step}", mark="restart")
         else:

@@ -15,6 +15,8 @@ from streamrl.schemas.trajectories import Trajectory, total_reward
 
 PREVIEW = 160
 """Most characters of a completion in a list."""
+ROUNDING = 1e-9
+"""Difference of two sums of the same rewards that comes from rounding."""
 NAME = 256
 """Most characters of a name: the record's writer may have written anything."""
 _SCHEMA = ("schema", Trajectory.SCHEMA.encode())
@@ -25,7 +27,7 @@ class TrajectorySummary(NamedTuple):
 
     ``reward``: its total reward; None if there is none. ``oldest`` and ``newest``: weights of its tokens. ``policy``:
     the arm of a split whose weights they are; empty for the served policy. ``aged_from``: number of the served version
-    from which its age counts.
+    from which its age counts. ``solved``: whether its rewards are full: 1 for each with a weight above 0, or more.
     """
 
     trajectory_id: str
@@ -45,6 +47,7 @@ class TrajectorySummary(NamedTuple):
     offset: int
     policy: str
     aged_from: int
+    solved: bool
 
 
 def summary_of(record: Record, reward_weights: Mapping[str, float]) -> TrajectorySummary | None:
@@ -76,6 +79,7 @@ def summary_of(record: Record, reward_weights: Mapping[str, float]) -> Trajector
             offset=record.offset,
             policy=policy,
             aged_from=(admitted if policy else min(versions)).number,
+            solved=_is_full(fields["rewards"], reward_weights),
         )
     # A foreign header may fail in any of these ways: then the record is not shown.
     except (WireError, KeyError, TypeError, ValueError, AttributeError, OverflowError):
@@ -85,6 +89,13 @@ def summary_of(record: Record, reward_weights: Mapping[str, float]) -> Trajector
 def _total(rewards: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
     total = total_reward(rewards, weights)
     return None if total is None else _time(total)
+
+
+def _is_full(rewards: Mapping[str, float | None], weights: Mapping[str, float]) -> bool:
+    total = total_reward(rewards, weights)
+    full = sum(max(0.0, weights.get(name, 1.0)) for name in rewards)
+    # A reward without any weight above 0 says nothing of success.
+    return total is not None and full > 0 and total >= full - ROUNDING
 
 
 def _time(value: Any) -> float:

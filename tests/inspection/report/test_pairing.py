@@ -69,7 +69,7 @@ def test_only_prompts_that_both_have_count_and_few_are_not_judged() -> None:
 def summary(group: str, reward: float | None, at: float) -> TrajectorySummary:
     version = PolicyVersion(1, 0)
     return TrajectorySummary(
-        f"{group}/0", group, "w", 0, 1, 1, reward, version, version, "stop", "", at, at, 0, 0, "", 0
+        f"{group}/0", group, "w", 0, 1, 1, reward, version, version, "stop", "", at, at, 0, 0, "", 0, False
     )
 
 

@@ -112,12 +112,17 @@ def test_restarts_and_a_resumed_run_are_marked_in_the_curves() -> None:
     state.observe_message(reported(5, 1, 0.0))
     for number, incarnation in enumerate(("a", "a", "b")):
         state.observe_message(beat.replace(incarnation=incarnation, sent_at=BEGIN + number))
+    # One that had left, and one of a resumed run, were not lost.
+    state.observe_message(beat.replace(incarnation="b", state=WorkerState.STOPPED, sent_at=BEGIN + 3))
+    state.observe_message(beat.replace(incarnation="c", sent_at=BEGIN + 4))
     state.observe_message(reported(4, 2, 20.0))
     state.starts = (RunStart(BEGIN - 9.0, 0), RunStart(BEGIN + 29.0, 4), RunStart(BEGIN + 49.0, 4, ("a.b 1 → 2",)))
     state.observe_message(reported(4, 3, 40.0))
     state.observe_message(reported(4, 4, 60.0))
+    state.observe_message(beat.replace(incarnation="d", sent_at=BEGIN + 61))
     assert marks_of(state) == [(5, "restart"), (4, "restart"), (4, "resumed"), (4, "settings")]
-    assert state.log.events[-1].text == "the run was resumed from step 4; changed: a.b 1 → 2"
+    assert state.log.events[-2].text == "the run was resumed from step 4; changed: a.b 1 → 2"
+    assert state.log.events[-1].text.endswith("joined again")
 
 
 def test_a_finished_run_shows_what_was_and_no_worker_that_warns() -> None:

@@ -10,6 +10,8 @@ export function short(value) {
   return String(+value.toPrecision(3));
 }
 
+export function bytes(size) { return size >= 1e9 ? `${short(size / 1e9)} GB` : `${short(size / 1e6)} MB`; }
+
 export function span(seconds) {
   if (seconds > 0 && seconds < 0.0995) return `${+(seconds * 1000).toPrecision(2)} ms`;
   if (seconds < 120) return `${+seconds.toPrecision(3)} s`;

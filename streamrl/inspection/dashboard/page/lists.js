@@ -1,7 +1,7 @@
 // Tables and lists: trajectories, workers, lag, time split, events, dead letters. Rows are reused, not created again.
 import { el, text } from "/charts/elements.js";
 import { KINDS } from "/charts/lanes.js";
-import { clock, moment, short, span } from "/charts/words.js";
+import { bytes, clock, moment, short, span } from "/charts/words.js";
 import { inspect } from "./inspector.js";
 
 const $ = (id) => document.getElementById(id);
@@ -100,6 +100,45 @@ export function lag(found) {
     fill(row, `bucket ${found.buckets[index]}`, [["generate", found.lag[index] / most]], short(found.lag[index]));
     row.title = `${found.lag[index]} trajectories that the trainer has not finished`;
   });
+}
+
+const plainTable = (id, rows, numbers) => rowsOf($(id).tBodies[0], rows.length, () => el("tr", {}, ...rows[0].map((_, at) => el("td", { class: at < numbers ? "" : "num" }))))
+  .forEach((row, index) => rows[index].forEach((value, at) => text(row.cells[at], value)));
+const card = (id, shown) => { $(id).closest(".card").hidden = !shown; };
+const percent = (share) => (share === null ? "not known" : `${Math.round(100 * share)}%`);
+
+export function rewards({ trajectories: count, bars, prompts, hardest }) {
+  card("rewards", bars.length);
+  text($("rewards-of"), `of ${short(count)} recent trajectories`);
+  const most = Math.max(1, ...bars.map((bar) => bar[2]));
+  rowsOf($("rewards"), bars.length, barRow).forEach((row, index) => {
+    const [low, high, of] = bars[index];
+    fill(row, low === high ? short(low) : `${short(low)} – ${short(high)}`, [["generate", of / most]], percent(of / count));
+  });
+  const all = Object.values(prompts).reduce((sum, each) => sum + each, 0), tones = { always: "good", sometimes: "publish", never: "bad" };
+  card("prompts", all);
+  rowsOf($("prompts"), 3, barRow).forEach((row, index) => {
+    const [word, of] = Object.entries(prompts)[index];
+    fill(row, word, [[tones[word], of / Math.max(1, all)]], `${short(of)} prompts`);
+  });
+  $("hardest").hidden = !hardest.length;
+  plainTable("hardest", hardest.map(([name, mean, solved, samples]) => [name, short(mean), `${solved} of ${samples}`]), 1);
+}
+
+export function usage({ machines, processes }, loop) {
+  card("machines", machines.length);
+  const bars = machines.flatMap(({ host, cores, busy, used, total, gpus }) => [
+    [`${host}: processors`, busy, `${percent(busy)} of ${cores} cores`], [`${host}: memory`, used / total, `${bytes(used)} of ${bytes(total)}`],
+    ...(gpus ?? []).flatMap(([name, share, taken, room]) => [[`${name}`, share ?? 0, share === null ? "load not known" : `${percent(share)} busy`],
+      [`${name}: memory`, taken === null ? 0 : taken / room, taken === null ? "not known" : `${bytes(taken)} of ${bytes(room)}`]]),
+    ...(gpus?.length ? [] : [[`${host}: GPU`, 0, gpus ? "no GPU" : "not known"]])]);
+  rowsOf($("machines"), bars.length, barRow).forEach((row, index) => {
+    const [name, share, end] = bars[index];
+    fill(row, name, [["accent", share]], end); row.title = `${name}: ${end}`;
+  });
+  plainTable("processes", processes.map(([name, host, cores, size]) => [name, host, cores.toFixed(2), bytes(size)]), 2);
+  const { "perf/limit_tok/s": limit, "perf/mfu": share, "perf/matmul_tflops": rate } = loop?.metrics ?? {};
+  text($("speed"), share === undefined ? "" : `Trainer: ${short(share * limit)} tokens/s while it computes, ${percent(share)} of the device's limit of ${short(limit)} (matrix products at ${short(rate)} TFLOP/s, measured at the trainer's first step; attention not counted).`);
 }
 
 export function split(found) {

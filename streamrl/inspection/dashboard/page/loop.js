@@ -102,7 +102,8 @@ export function drawLoop(root, inWords, state) {
   say("dispatcher", "prompts to orders", ended || loop.health === "paused" ? loop.health : "trajectories ordered");
   if (ended) say("workers", loop.health, `${short(loop.whole.tokens)} tokens trained`);
   else say("workers", `${loop.workers} · ${short(loop.running)} of ${short(loop.capacity)} slots busy`, `${short(loop.sampled_tokens_per_s)} tokens/s`);
-  say("log", `lag ${short(loop.lag)}`, "not finished, by bucket");
+  if (ended) say("log", `${short(loop.lag)} left over`, "sampled, not trained");
+  else say("log", `lag ${short(loop.lag)}`, "not finished, by bucket");
   say("trainer", `step ${loop.step}${loop.max_steps === null ? "" : ` of ${loop.max_steps}`}`, served ? `${served.name} is served` : loop.algorithm || "–");
   say("coordinator", `weights ${loop.announced}`, loop.health);
   for (const [name, node] of Object.entries(parts.nodes)) node.classList.toggle("on", (shown[{ dispatcher: "orders", workers: "trajectories", log: "trajectories", trainer: "trained", coordinator: "weights" }[name]] ?? 0) > 0);

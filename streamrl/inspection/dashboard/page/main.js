@@ -38,6 +38,7 @@ const DRAW = {
     text($("run-name"), run); text($("health"), health);
     $("health").className = `pill ${{ running: "good", finished: "good", stalled: "bad" }[health] ?? "warn"}`;
     document.title = `${state.loop.step} · ${run} · StreamRL`;
+    document.body.classList.toggle("over", state.loop.over);
     lists.tiles(state); drawLoop($("loop"), $("loop-words"), state);
     if (letters !== letterCount) { letterCount = letters; lists.letters(); }
   },
@@ -64,6 +65,8 @@ const DRAW = {
   instances() { lists.instances(state.instances); },
   arms() { lists.arms(state.arms); },
   split() { lists.split(state.split); },
+  rewards() { lists.rewards(state.rewards); },
+  usage() { lists.usage(state.usage, state.loop); },
   lengths() {
     const { cells, close } = state.lengths;
     if (cells.length) chart("lengths", lengths, cells);

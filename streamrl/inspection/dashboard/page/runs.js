@@ -6,10 +6,10 @@ const EVERY_MS = 5000;
 const $ = (id) => document.getElementById(id), figure = (value) => (value === null ? "–" : value.toFixed(3));
 
 function row(run) {
-  const time = (at) => el("td", {}, at ? moment(at) : "–"), number = (value) => el("td", { class: "num" }, value);
+  const time = (at, name) => el("td", { "data-name": name }, at ? moment(at) : "–"), number = (value, name) => el("td", { class: "num", "data-name": name }, value);
   const tone = { running: "good", finished: "good", stopped: "warn" }[run.state] ?? "";
   return el("tr", {}, el("td", {}, el("a", { href: `/runs/${encodeURIComponent(run.name)}/` }, run.name)), el("td", {}, el("span", { class: `chip ${tone}` }, run.state)),
-    number(String(run.step)), number(figure(run.reward)), number(figure(run.held_out)), time(run.started), time(run.at));
+    number(String(run.step), "step"), number(figure(run.reward), "reward"), number(figure(run.held_out), "held out"), time(run.started, "started"), time(run.at, "last step"));
 }
 
 async function show() {
