@@ -192,7 +192,9 @@ def _stored_run(directory: RunDirectory) -> StoredRun:
     else:
         state = "stopped" if newest else "empty"
     with suppress(OSError):
-        at = _number(newest.get("time")) or directory.config.stat().st_mtime
+        # The time in the file: a copied or restored file has another time than its last step.
+        written_at = directory.metrics.stat().st_mtime if newest else directory.config.stat().st_mtime
+        at = _number(newest.get("time")) or written_at
         reward = _number(newest.get("reward"))
         # An evaluation of a later step is of weights that a resumed trainer has undone.
         evaluated = next((row for row in rows if EVALUATED in row and row["step"] <= step), {})

@@ -147,11 +147,6 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
-    def starts(self) -> Path:
-        """One JSON object per start of the run: when, from which step, with which changed settings."""
-        return self.path / "starts.jsonl"
-
-    @property
     def checkpoints(self) -> Path:
         """Directories ``step_<N>/``, each with a model and the trainer's state."""
         return self.path / "checkpoints"

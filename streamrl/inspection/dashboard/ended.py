@@ -3,13 +3,23 @@
 import bisect
 from collections.abc import Mapping, Sequence
 
+from streamrl.bus.port import TopicPartition
 from streamrl.inspection.report.record import RunRecord, SampleText, StepTable, TopicDigest, read_record
 from streamrl.inspection.source import PastRun, is_over
 from streamrl.observability.run_state.aggregates import StepEntry
-from streamrl.observability.run_state.state import PHASES, TRAINER, RunState, by_reason
+from streamrl.observability.run_state.feed import ends_by_bucket
+from streamrl.observability.run_state.state import (
+    FINISHED_PREFIX,
+    PHASES,
+    TRAINER,
+    RunState,
+    by_bucket,
+    by_reason,
+)
 from streamrl.observability.run_state.trajectory_summary import PREVIEW, TrajectorySummary
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.starts import RunStart, read_starts
+from streamrl.schemas.topics import TRAJECTORIES
 from streamrl.schemas.trajectories import total_reward
 from streamrl.settings.features import run_parts
 
@@ -60,6 +70,10 @@ def _fill_steps(state: RunState, rows: StepTable, starts: Sequence[RunStart]) ->
 
 def _fill_topics(state: RunState, topics: TopicDigest, rows: StepTable) -> None:
     trajectories = state.trajectories
+    buckets = len(by_bucket(state.metrics, FINISHED_PREFIX))
+    if buckets and topics.ends:
+        ends = {TopicPartition(TRAJECTORIES.name, partition): end for partition, end in topics.ends.items()}
+        trajectories.ends = ends_by_bucket(ends, len(ends) // buckets)
     trajectories.staleness.counts = {age: float(count) for age, count in topics.staleness.items()}
     trajectories.calibration.cells = {
         (predicted, actual): float(count)

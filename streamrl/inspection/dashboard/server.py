@@ -17,7 +17,7 @@ import asyncio
 import sys
 import webbrowser
 from asyncio import FIRST_COMPLETED
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +33,10 @@ from streamrl.bus.serving import OpenRequests, listen
 from streamrl.bus.waiting import end_tasks, in_thread
 from streamrl.inspection.charts import assets
 from streamrl.inspection.dashboard.records import NotIndexedYet, inspect, newest_dead_letters, retry_dead_letter
-from streamrl.inspection.dashboard.shown import ShownRun, ShownRuns, opened, root_of
+from streamrl.inspection.dashboard.shown import ShownRun, ShownRuns, directory_of, opened
 from streamrl.inspection.diagnostics.connect import RunConnection
 from streamrl.inspection.process import normal_priority, tune_garbage_collector
+from streamrl.inspection.source import RUNS as RUNS_DIRECTORY
 from streamrl.inspection.source import PastRun
 from streamrl.observability.run_state.pace import Pace
 from streamrl.observability.run_state.snapshot import snapshot
@@ -298,7 +299,8 @@ async def _serve(
     stop, pace = asyncio.Event(), Pace()
     with stopping.stop_requests_handled_by(lambda _: stop.set()):
         main = None if target is None else await opened(target, str(where or ""), pace.seconds)
-        runs = ShownRuns(main, root_of(target), listed, pace.seconds)
+        directory = directory_of(target)
+        runs = ShownRuns(main, RUNS_DIRECTORY if directory is None else directory.parent, listed, pace.seconds)
         requests = OpenRequests(build_app(runs, options.host), 1.0)
         await requests.runner.setup()
         try:
@@ -308,7 +310,7 @@ async def _serve(
             if options.open_browser:
                 await in_thread(webbrowser.open, address)
             tune_garbage_collector()
-            await _follow_main(runs.main, stop)
+            await _follow_until(stop, runs.follow_main(directory))
         finally:
             # Streams first, so that their requests end; then all requests, so that none uses a closed index.
             await runs.halt()
@@ -318,16 +320,14 @@ async def _serve(
                 await runs.close()
 
 
-async def _follow_main(main: ShownRun | None, stop: asyncio.Event) -> None:
-    """Return when ``stop`` is set. If the main run cannot be followed any more, its error ends the command."""
-    stopping_task = asyncio.create_task(stop.wait())
-    following = None if main is None else main.start().following
+async def _follow_until(stop: asyncio.Event, following: Coroutine[Any, Any, None]) -> None:
+    """Return when ``stop`` is set. If the run cannot be followed any more, its error ends the command."""
+    tasks = [asyncio.create_task(stop.wait()), asyncio.create_task(following)]
     try:
-        await asyncio.wait({stopping_task, *([] if following is None else [following])}, return_when=FIRST_COMPLETED)
-        if following is not None and following.done():
-            following.result()
+        for done in (await asyncio.wait(tasks, return_when=FIRST_COMPLETED))[0]:
+            done.result()
     finally:
-        await end_tasks([stopping_task])
+        await end_tasks(tasks)
 
 
 async def bind(runner: web.AppRunner, host: str, port: int) -> str:

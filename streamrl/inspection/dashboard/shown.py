@@ -21,32 +21,36 @@ from streamrl.inspection.diagnostics.feed import feed_of
 from streamrl.inspection.opening import open_index
 from streamrl.inspection.process import give_way_when
 from streamrl.inspection.replay.show import Piece, pieces_of
-from streamrl.inspection.source import RUNS, PastRun
+from streamrl.inspection.source import RUNS, PastRun, own_broker
 from streamrl.observability.record_index.following import FOLLOW_EVERY_S
 from streamrl.observability.run_state.pace import OFTEN_S
 from streamrl.observability.run_state.state import RunState
-from streamrl.schemas.errors import UserError
+from streamrl.schemas.errors import StreamRLError, UserError
 from streamrl.schemas.starts import read_starts
 from streamrl.settings.run_directory import RunDirectory
 
 MAX_OPEN = 8
 """Most runs of the list that are open at once: each keeps a state of some megabytes, and reads from a broker."""
-STARTS_EVERY_S = 5.0
-"""Seconds between two looks for a new start of the run: a new trainer takes longer to report."""
+LOOK_EVERY_S = 5.0
+"""Seconds between two looks for a new start of a run: a new trainer takes longer to report."""
+
+
+async def _nothing_to_follow(stop: asyncio.Event) -> None:
+    await stop.wait()
 
 
 @dataclass
 class ShownRun:
     """A run on the page. ``context`` None: it has ended, its broker is stopped, and ``advice`` says what to do.
 
-    ``follow``: keeps the state up to date until it is cancelled; None: nothing changes any more. ``requests``: number
-    of requests that use the run now.
+    ``follow``: keeps the state up to date, until it is cancelled or the run has to be opened again, because an ended
+    one continues. ``requests``: number of requests that use the run now.
     """
 
     stream: UpdateStream
     context: DashboardContext | None
     advice: str = ""
-    follow: Callable[[asyncio.Event], Coroutine[Any, Any, None]] | None = None
+    follow: Callable[[asyncio.Event], Coroutine[Any, Any, None]] = field(default=_nothing_to_follow)
     requests: int = 0
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     following: asyncio.Task[None] | None = None
@@ -63,14 +67,13 @@ class ShownRun:
         return self.context
 
     @property
-    def has_failed(self) -> bool:
-        """Whether the run is not followed any more, because of an error."""
+    def is_over(self) -> bool:
+        """Whether the run is not followed any more: after an error, or because it has to be opened again."""
         return self.following is not None and self.following.done()
 
     def start(self) -> "ShownRun":
         """Follow the run from now on; returns the run itself."""
-        if self.follow is not None:
-            self.following = asyncio.create_task(self.follow(self.stop))
+        self.following = asyncio.create_task(self.follow(self.stop))
         return self
 
     async def halt(self) -> None:
@@ -98,7 +101,13 @@ def ended_run(past: PastRun) -> ShownRun:
         f"run {past.name} has ended and its broker is stopped; to look at its records: "
         f"streamrl kafka up --data-dir {past.directory.kafka}"
     )
-    return ShownRun(UpdateStream(ended_state(past)), None, advice)
+
+    async def until_it_continues(stop: asyncio.Event) -> None:
+        while own_broker(past.directory) is None:  # noqa: ASYNC110 - no event tells that a broker was started
+            await asyncio.sleep(LOOK_EVERY_S)
+        stop.set()
+
+    return ShownRun(UpdateStream(ended_state(past)), None, advice, until_it_continues)
 
 
 def living_run(connection: RunConnection, where: str, pace_s: Callable[[], float]) -> ShownRun:
@@ -154,7 +163,7 @@ async def _follow_starts(state: RunState, directory: Path | None) -> None:
     """Keep the run's starts up to date until cancelled; nothing if its directory is not on this machine."""
     while directory is not None:
         state.starts = await in_thread(read_starts, RunDirectory(directory).starts)
-        await asyncio.sleep(STARTS_EVERY_S)
+        await asyncio.sleep(LOOK_EVERY_S)
 
 
 @dataclass
@@ -193,7 +202,7 @@ class ShownRuns:
 
     async def _named(self, name: str) -> ShownRun:
         async with self._opening:
-            if (known := self.others.get(name)) is not None and not known.has_failed:
+            if (known := self.others.get(name)) is not None and not known.is_over:
                 return known
             # The name is compared with the list and never joined to a path: see only_listed_runs_are_opened.
             row = next((row for row in await self.rows() if row["name"] == name), None)
@@ -207,6 +216,28 @@ class ShownRuns:
         target = await in_thread(find_target, path, None)
         assert target is not None, "a path names a run"
         return await opened(target, str(path), self.pace_s)
+
+    async def follow_main(self, path: Path | None) -> None:
+        """Follow the main run until cancelled, also if it has ended and continues. ``path``: its directory, if known.
+
+        Raises:
+            StreamRLError: it cannot be followed any more.
+        """
+        if self.main is None:
+            await asyncio.Event().wait()
+        while self.main is not None:
+            following = self.main.start().following
+            assert following is not None, "it was started"
+            await following
+            assert path is not None, "only a run whose directory is known has to be opened again"
+            self.main = await self._reopened(path)
+
+    async def _reopened(self, path: Path) -> ShownRun:
+        while True:
+            try:
+                return await self._opened(path)
+            except StreamRLError:  # its broker is still starting
+                await asyncio.sleep(LOOK_EVERY_S)
 
     async def _make_room(self) -> None:
         if len(self.others) < MAX_OPEN:
@@ -247,7 +278,6 @@ def find_target(run: Path | None, servers: str | None) -> RunConnection | PastRu
         raise
 
 
-def root_of(target: RunConnection | PastRun | None) -> Path:
-    """The directory of runs that holds a run; ``runs/`` if the run is not on this machine."""
-    directory = target.directory.path if isinstance(target, PastRun) else target and target.directory
-    return RUNS if directory is None else directory.parent
+def directory_of(target: RunConnection | PastRun | None) -> Path | None:
+    """A run's directory; None if it is not on this machine, or there is no run."""
+    return target.directory.path if isinstance(target, PastRun) else target and target.directory

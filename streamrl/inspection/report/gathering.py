@@ -50,7 +50,7 @@ async def gather_topics(
     Raises:
         BusError: see ``History``.
     """
-    held = (await history.extents(TRAJECTORIES.full_name(run))).values()
+    held = await history.extents(TRAJECTORIES.full_name(run))
     newest = _newest(history, run, TRAJECTORIES)
     summaries = [summary async for record in newest if (summary := summary_of(record, reward_weights))]
     if not summaries:
@@ -61,7 +61,8 @@ async def gather_topics(
     staleness, restarts = await _steps(history, run, summaries)
     estimated = [Estimated(s.finished_at, s.predicted, s.length, upper.get(s.group_id)) for s in summaries]
     return TopicDigest(
-        held=sum(extent.end - extent.first for extent in held),
+        held=sum(extent.end - extent.first for extent in held.values()),
+        ends={place.partition: extent.end for place, extent in held.items()},
         read=len(summaries),
         workers=await _workers(history, run, summaries, logs),
         lengths=length_facts(estimated),

@@ -87,6 +87,8 @@ class RunMark(_Part):
 class TopicDigest(_Part):
     """A summary of a run's topics. Of ``held`` trajectories on the topic, the newest ``read`` were read.
 
+    ``ends``: the offset after the last trajectory, by partition.
+
     ``staleness``: trained trajectories by age in steps; ``rewards``: by group, the mean reward, and the share of groups
     that had ended before it (0 to 1). If there are many groups, every run keeps the same ones, so that runs can be
     compared by prompts.
@@ -94,6 +96,7 @@ class TopicDigest(_Part):
 
     held: int
     read: int
+    ends: dict[int, int] = {}
     workers: dict[str, WorkerActivity] = {}
     lengths: LengthFacts | None = None
     staleness: dict[int, int] = {}

@@ -26,9 +26,9 @@ from streamrl.deploy.local.run import run_locally
 from streamrl.deploy.wiring.trainer import build_leading
 from streamrl.observability.role_context import ProcessContext
 from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.starts import RunInput, RunStart, append_start
 from streamrl.settings.loading import as_toml, validated
 from streamrl.settings.run_directory import RunDirectory
-from streamrl.schemas.starts import RunInput, RunStart, append_start
 from streamrl.settings.tree import Settings
 from tests.consumers.training.checkpoints.damaged_storage import s3_environment, write
 

@@ -11,8 +11,8 @@ from streamrl.observability.run_state.evaluations import OVERALL
 from streamrl.observability.run_state.state import RunStart
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.evaluation import EVALUATED
-from streamrl.settings.run_directory import RunDirectory
 from streamrl.schemas.starts import add_start
+from streamrl.settings.run_directory import RunDirectory
 from tests.inspection.report.recorded import CONFIG
 
 

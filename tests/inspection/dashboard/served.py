@@ -19,6 +19,7 @@ from streamrl.inspection.dashboard.server import bind, build_app
 from streamrl.inspection.dashboard.shown import ShownRun, ShownRuns
 from streamrl.inspection.dashboard.updates import UpdateStream
 from streamrl.observability.run_state.feed import RunFeed
+from streamrl.observability.run_state.parts import RunPart
 from streamrl.observability.run_state.state import RunState
 from tests.observability.run_state.made_up_run import SHARDS, VOCABULARY, Happening, MadeUpRun
 from tests.observability.run_state.writing import append, append_letters, append_raw, topics_of
@@ -44,7 +45,13 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    past_s: float = 60.0, more: Iterable[Happening] = (), root: Path = Path("nowhere"), listed: Listed = nothing
+    past_s: float = 60.0,
+    more: Iterable[Happening] = (),
+    *,
+    parts: tuple[RunPart, ...] = (),
+    root: Path = Path("nowhere"),
+    listed: Listed = nothing,
+    goes_on: bool = True,
 ) -> AsyncIterator[Served]:
     """A quiet run that goes on, until the end of the block. ``more``: what else happened in its past."""
     bus, now = topics_of(RUN), time.time()
@@ -56,8 +63,8 @@ async def served(
     append_letters(bus, RUN, now)
     for happening in more:
         append(bus, RUN, happening)
-    coming = ((each.at, partial(append, bus, RUN, each)) for each in happenings)
-    async with _served(bus, coming, root, listed) as dashboard:
+    coming = ((each.at, partial(append, bus, RUN, each)) for each in happenings) if goes_on else iter(())
+    async with _served(bus, coming, RunState(RUN, parts=parts), root, listed) as dashboard:
         yield dashboard
 
 
@@ -70,7 +77,7 @@ async def served_fast(seconds: float) -> AsyncIterator[Served]:
     for each in itertools.takewhile(lambda happening: happening.at < begin + seconds, fast):
         outgoing = Outgoing.of(each.topic.full_name(RUN), each.message, key=each.key)
         made.append((each.at, partial(append_raw, bus, outgoing, each.partition, each.at)))
-    async with _served(bus, iter(made)) as dashboard:
+    async with _served(bus, iter(made), RunState(RUN)) as dashboard:
         yield dashboard
 
 
@@ -78,11 +85,11 @@ async def served_fast(seconds: float) -> AsyncIterator[Served]:
 async def _served(
     bus: MemoryBus,
     coming: Iterator[tuple[float, Callable[[], None]]],
+    state: RunState,
     root: Path = Path("nowhere"),
     listed: Listed = nothing,
 ) -> AsyncIterator[Served]:
     stop = asyncio.Event()
-    state = RunState(RUN)
     context = DashboardContext(bus, state, f"runs/{RUN}", lambda: lambda token: VOCABULARY[token % len(VOCABULARY)])
     shown = ShownRun(UpdateStream(state), context, stop=stop)
     runner = web.AppRunner(build_app(ShownRuns(shown, root, listed)), access_log=None, shutdown_timeout=0.5)

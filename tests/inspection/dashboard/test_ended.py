@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from streamrl.inspection.dashboard.ended import ended_state
+from streamrl.inspection.report.record import read_facts
 from streamrl.inspection.source import PastRun, open_run
 from streamrl.observability.run_state.snapshot import snapshot
 from streamrl.observability.run_state.state import RunStart
@@ -25,6 +26,12 @@ async def past_run(path: Path, *, most: float | None = None) -> PastRun:
     return open_run(path)
 
 
+def past_ends(past: PastRun) -> dict[int, int]:
+    topics = read_facts(past.directory.gathered).topics
+    assert topics is not None
+    return topics.ends
+
+
 async def test_an_ended_run_is_shown_from_its_files(tmp_path: Path) -> None:
     past = await past_run(tmp_path / "mine", most=3.0)
     shown = snapshot(ended_state(past), time.time())
@@ -37,6 +44,8 @@ async def test_an_ended_run_is_shown_from_its_files(tmp_path: Path) -> None:
     lanes = {lane["name"]: lane for lane in shown["timeline"]}
     assert {kind for _, _, kind, _ in lanes["trainer"]["stretches"]} <= {"wait", "train", "optimizer", "publish"}
     assert all(lanes[f"worker-{number}"]["stretches"] and lanes[f"worker-{number}"]["marks"] for number in range(3))
+    ends = past_ends(past)
+    assert loop["lag"] == sum(ends.values()) - sum(rows[-1][f"kafka/finished/bucket_{n}"] for n in range(4)) > 0
     assert shown["staleness"]["counts"]
     assert shown["lengths"]["cells"]
     assert {row["fate"] for row in shown["trajectories"]} == {"left over"}

@@ -4,13 +4,20 @@ import asyncio
 import json
 import os
 import re
+import time
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
+from streamrl.schemas.control import InstanceState, RunFinished, control_key
+from streamrl.schemas.control import Served as ServedPolicy
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.topics import CONTROL
+from streamrl.settings.features import run_parts
 from tests.inspection.dashboard.browser import Page, browser_page, chromium, expect_no_serious_issue
-from tests.inspection.dashboard.served import Served, served, served_fast
+from tests.inspection.dashboard.served import RUN, Served, served, served_fast
+from tests.observability.run_state.made_up_run import Happening
 
 EXECUTABLE = chromium()
 pytestmark = [
@@ -26,9 +33,18 @@ FRAMES = """(seconds) => new Promise((done) => {
   requestAnimationFrame(frame); })"""
 
 
+def promoted(at: float) -> list[Happening]:
+    """An instance is attached, and served from then on."""
+    messages = (
+        InstanceState(sequence=1, sent_at=at, policy="rloo-1", algorithm="rloo", mode="run"),
+        ServedPolicy(sequence=2, sent_at=at, policy="rloo-1", since=PolicyVersion(1, 9)),
+    )
+    return [Happening(at, CONTROL, control_key(message), 0, message) for message in messages]
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def quiet() -> AsyncIterator[Served]:
-    async with served(40.0) as dashboard:
+    async with served(40.0, promoted(time.time() - 15.0), parts=run_parts(RUN)) as dashboard:
         yield dashboard
 
 
@@ -61,6 +77,8 @@ async def test_everything_is_drawn_and_nothing_complains(page: Page) -> None:
     await page.until("document.querySelectorAll('#lag .row').length === 4")
     await page.until("document.querySelectorAll('#dlq .letter').length === 2")
     await page.until("document.querySelectorAll('canvas').length === 11")
+    await page.until("document.querySelectorAll('#prompts .row').length === 3")
+    await page.until("document.querySelectorAll('#rewards .row').length > 5")
     blank = await page.evaluate(
         "[...document.querySelectorAll('canvas')].filter((each) => !each.getContext('2d')"
         ".getImageData(0, 0, each.width, each.height).data.some(Boolean)).map((each) => each.closest('[id]').id)"
@@ -136,13 +154,48 @@ async def test_the_timeline_is_zoomed_by_wheel_moved_by_drag_and_told_by_pointin
     await page.press("End")
 
 
+async def test_a_promotion_is_marked_in_curves_and_the_trainer_names_what_is_served(page: Page) -> None:
+    legend = "[...document.querySelectorAll('#loss .u-legend .mark th')].map((each) => each.textContent).join()"
+    await page.until(f"{legend}.includes('promotion')")
+    assert "rloo-1 is served" in await page.evaluate("document.getElementById('loop').textContent")
+    told = "document.querySelector('#loss .u-legend .at').textContent"
+    for place in range(1, 100):
+        await page.point_at("#loss .u-over", place / 100, 0.5)
+        if "rloo-1 is served from now on" in await page.evaluate(told):
+            break
+    assert "rloo-1 is served from now on" in await page.evaluate(told)
+    await page.point_at("#h-loss")
+
+
+async def test_the_reward_is_the_newest_value_of_its_curve(page: Page) -> None:
+    tile = "document.querySelectorAll('.tile .v span')[1].textContent"
+    curve = "document.getElementById('reward-now').textContent"
+    shown = await page.evaluate(f"[{tile}, {curve}]")
+    assert float(shown[0]) == pytest.approx(float(shown[1]), abs=0.01)
+
+
+@pytest.mark.parametrize("path", ["", "runs/"])
+async def test_a_narrow_screen_needs_no_sideways_scrolling(page: Page, quiet: Served, path: str) -> None:
+    await page.size(400, 900)
+    await page.open(quiet.address + path)
+    rows = "document.querySelectorAll('#trajectories tbody tr').length > 10"
+    await page.until("document.querySelector('#runs') !== null" if path else rows)
+    assert await page.evaluate("document.documentElement.scrollWidth") == 400
+    if not path:
+        assert await page.evaluate("getComputedStyle(document.getElementById('loop-words')).display") == "block"
+    await expect_no_serious_issue(page)
+    await page.size(1440, 1000)
+    await page.open(quiet.address)
+    await page.until("document.querySelectorAll('#trajectories tbody tr').length > 10")
+
+
 async def test_pointing_at_a_curve_tells_its_values(page: Page) -> None:
     told = r"document.querySelector('#length .u-legend').innerText.split(/\s+/).join(' ')"
-    assert await page.evaluate(told) == "longest mean"
+    assert await page.evaluate(told) == "longest mean promotion"
     await page.point_at("#length .u-over")
-    assert re.fullmatch(r"step \d+ longest ?\d+ mean ?\d+", await page.evaluate(told))
+    assert re.fullmatch(r"step \d+( · .*)? longest ?\d+ mean ?\d+ promotion", await page.evaluate(told))
     await page.point_at("#h-length")
-    assert await page.evaluate(told) == "longest mean"
+    assert await page.evaluate(told) == "longest mean promotion"
 
 
 async def test_a_dead_letter_is_retried_from_the_page(page: Page) -> None:
@@ -150,6 +203,22 @@ async def test_a_dead_letter_is_retried_from_the_page(page: Page) -> None:
     for number, expected in ((1, "sent"), (0, "still does not decode")):
         await page.evaluate(f"document.querySelectorAll('.letter button')[{number}].click()")
         await page.until(f"({said}).includes('{expected}')")
+
+
+async def test_a_finished_run_is_shown_as_finished(page: Page) -> None:
+    at = time.time()
+    finished = RunFinished(sequence=2, sent_at=at, step=9, reason="the trainer reached its last step")
+    async with served(20.0, [Happening(at, CONTROL, control_key(finished), 0, finished)], goes_on=False) as dashboard:
+        await page.open(dashboard.address)
+        await page.until("document.getElementById('health').textContent === 'finished'")
+        await page.until("document.getElementById('link').textContent.startsWith('last step')")
+        await page.until("document.getElementById('follow').getAttribute('aria-pressed') === 'false'")
+        await page.until("document.querySelectorAll('#workers tbody tr').length === 6")
+        assert await page.evaluate("document.querySelectorAll('#workers .warn, #workers .bad').length") == 0
+        rates = await page.evaluate("[...document.querySelectorAll('#loop .rate')].map((each) => each.textContent)")
+        assert set(rates) == {"–"}
+        assert await page.evaluate("document.querySelectorAll('.tile .k')[2].textContent") == "Trained"
+        assert "/s" not in await page.evaluate("document.querySelectorAll('.tile .v i')[2].textContent")
 
 
 @pytest.mark.processes

@@ -47,7 +47,8 @@ export function trajectories(found) {
   });
 }
 
-export function workers(found) {
+export function workers(found, over) {
+  card("workers", found.length || !over);
   const make = () => el("tr", {}, el("td"), el("td"), el("td", {}, el("span", { class: "gauge", "aria-hidden": "true" }, el("b")), el("span")), el("td", { class: "num" }));
   rowsOf($("workers").tBodies[0], found.length, make).forEach((row, index) => {
     const each = found[index], [name, weights, slots, speed] = row.cells;
@@ -129,12 +130,13 @@ export function usage({ machines, processes }, loop) {
   card("machines", machines.length);
   const bars = machines.flatMap(({ host, cores, busy, used, total, gpus }) => [
     [`${host}: processors`, busy, `${percent(busy)} of ${cores} cores`], [`${host}: memory`, used / total, `${bytes(used)} of ${bytes(total)}`],
-    ...(gpus ?? []).flatMap(([name, share, taken, room]) => [[`${name}`, share ?? 0, share === null ? "load not known" : `${percent(share)} busy`],
-      [`${name}: memory`, taken === null ? 0 : taken / room, taken === null ? "not known" : `${bytes(taken)} of ${bytes(room)}`]]),
-    ...(gpus?.length ? [] : [[`${host}: GPU`, 0, gpus ? "no GPU" : "not known"]])]);
+    ...(gpus ?? []).flatMap(([name, share, taken, room]) => [[`${name}`, share, share === null ? "load not known" : `${percent(share)} busy`],
+      [`${name}: memory`, taken === null ? null : taken / room, taken === null ? "not known" : `${bytes(taken)} of ${bytes(room)}`]]),
+    ...(gpus?.length ? [] : [[`${host}: GPU`, null, gpus ? "no GPU" : "not known"]])]);
   rowsOf($("machines"), bars.length, barRow).forEach((row, index) => {
     const [name, share, end] = bars[index];
-    fill(row, name, [["accent", share]], end); row.title = `${name}: ${end}`;
+    fill(row, name, [["accent", share ?? 0]], end); row.title = `${name}: ${end}`;
+    row.children[1].style.visibility = share === null ? "hidden" : "";  // an empty bar would say zero
   });
   plainTable("processes", processes.map(([name, host, cores, size]) => [name, host, cores.toFixed(2), bytes(size)]), 2);
   const { "perf/limit_tok/s": limit, "perf/mfu": share, "perf/matmul_tflops": rate } = loop?.metrics ?? {};

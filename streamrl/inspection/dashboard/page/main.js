@@ -61,7 +61,7 @@ const DRAW = {
     text($("length-now"), `mean ${short(length.at(-1))}, longest ${short(longest.at(-1))} tokens`);
   },
   lag() { lists.lag(state.lag); },
-  workers() { lists.workers(state.workers); },
+  workers() { lists.workers(state.workers, state.loop?.over); },
   instances() { lists.instances(state.instances); },
   arms() { lists.arms(state.arms); },
   split() { lists.split(state.split); },
