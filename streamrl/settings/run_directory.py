@@ -60,7 +60,6 @@ Written by `streamrl run`. `streamrl run {path}/config.resolved.toml` continues 
 | `report.html` | the run as a page, written at its end (`streamrl report --run {path}` writes it again) |
 | `summary.json` | the run's figures in one object; the manual's page Figures of a run explains each |
 | `metrics.jsonl` | one line per optimizer step, under TRL's names |
-| `starts.jsonl` | one line per start: when, from which step, which settings changed |
 | `config.resolved.toml` | all settings of the run; this file alone repeats it |
 | `starts.jsonl` | one line per start: the step it continued from, and what had changed |
 | `checkpoints/step_N/` | models for `from_pretrained`, with `trainer_state/` to resume from (`streamrl checkpoints`) |

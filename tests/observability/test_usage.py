@@ -107,6 +107,7 @@ def test_usage_is_exported_under_prometheus_names() -> None:
     assert value("streamrl_gpu_memory_used_bytes", gpu) == 70 << 30
 
 
+@pytest.mark.processes
 def test_a_process_is_measured_with_its_children_and_rarely() -> None:
     now, looks = [0.0], []
 

@@ -24,7 +24,7 @@ class Bar(NamedTuple):
 
     low: float
     high: float
-    count: int
+    number: int
 
 
 @dataclass

@@ -19,7 +19,7 @@ def test_few_values_have_a_bar_each_and_many_share_bars_of_equal_width() -> None
         rewards.add(number / 100)
     bars = rewards.bars()
     assert len(bars) == BARS
-    assert sum(bar.count for bar in bars) == len(rewards.newest)
+    assert sum(bar.number for bar in bars) == len(rewards.newest)
     assert (bars[0].low, bars[-1].high) == (0.0, 1.0)
     assert {round(bar.high - bar.low, 6) for bar in bars} == {0.1}
 

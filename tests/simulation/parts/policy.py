@@ -50,6 +50,9 @@ class SimPolicy:
         """What the model can take."""
         return ModelLimits(vocabulary=VOCABULARY, positions=1 << 20)
 
+    def speed_metrics(self, tokens: int, seconds: float) -> dict[str, float]:
+        return {}
+
     def accumulate(self, batch: MicroBatch) -> None:
         """Add the records of a micro-batch."""
         if self.out_of_memory and self.chance.random() < self.out_of_memory:
