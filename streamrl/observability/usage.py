@@ -18,7 +18,6 @@ from typing import Any
 
 import psutil
 
-from streamrl.observability.metrics.families import Meters
 from streamrl.observability.run_state.pace import ProcessorTime
 from streamrl.schemas.reports import GpuUsage, ResourceUsage
 
@@ -147,24 +146,3 @@ def _through_torch() -> tuple[GpuUsage, ...] | None:
         gpu_id = str(getattr(device, "uuid", index))
         found.append(GpuUsage(gpu_id=gpu_id, name=device.name, used_bytes=total - free, total_bytes=total))
     return tuple(found)
-
-
-def meter_usage(meters: Meters, sampler: UsageSampler | None = None) -> None:
-    """Set the metrics of a process's usage. A figure that is not known is not exported."""
-    usage = (sampler or own_usage()).usage()
-    if usage is None:
-        return
-    meters.set(usage.cores_used, "process_cpu_cores")
-    meters.set(usage.memory_bytes, "process_tree_memory_bytes")
-    meters.set(usage.machine_busy, "machine_cpu_ratio", usage.host)
-    meters.set(usage.machine_used_bytes, "machine_memory_used_bytes", usage.host)
-    meters.set(usage.machine_bytes, "machine_memory_bytes", usage.host)
-    for gpu in usage.gpus or ():
-        labels = (usage.host, gpu.gpu_id, gpu.name)
-        for value, name in (
-            (gpu.busy, "gpu_utilization_ratio"),
-            (gpu.used_bytes, "gpu_memory_used_bytes"),
-            (gpu.total_bytes, "gpu_memory_bytes"),
-        ):
-            if value is not None:
-                meters.set(value, name, *labels)

@@ -12,9 +12,10 @@ import pytest
 
 from streamrl.observability import usage
 from streamrl.observability.metrics.families import Meters
+from streamrl.observability.metrics.metering import meter_usage
 from streamrl.observability.run_state.snapshot import snapshot
 from streamrl.observability.run_state.state import RunState
-from streamrl.observability.usage import EVERY_S, UsageSampler, gpu_reader, meter_usage
+from streamrl.observability.usage import EVERY_S, UsageSampler, gpu_reader
 from streamrl.schemas.reports import GpuUsage, Heartbeat, ResourceUsage
 from tests.fakes.messages import heartbeat
 from tests.schemas.examples import USAGE

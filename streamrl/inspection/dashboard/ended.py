@@ -40,7 +40,7 @@ def ended_state(past: PastRun) -> RunState:
     record = read_record(past.directory, past.name)
     starts = read_starts(past.directory.starts)
     weights, stall_s = past.settings.rewards.weight_by_name, past.settings.run.stall_s
-    state = RunState(past.name, weights, run_parts(past.name), stall_s, starts)
+    state = RunState(past.name, weights, run_parts(past.name), stall_s)
     state.progress.algorithm = past.settings.algorithm.name
     state.progress.planned_steps = past.settings.training.max_steps
     _fill_steps(state, record.rows, starts)

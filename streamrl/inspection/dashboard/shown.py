@@ -162,7 +162,7 @@ def _pieces(connection: RunConnection) -> Piece:
 async def _follow_starts(state: RunState, directory: Path | None) -> None:
     """Keep the run's starts up to date until cancelled; nothing if its directory is not on this machine."""
     while directory is not None:
-        state.starts = await in_thread(read_starts, RunDirectory(directory).starts)
+        state.processes.starts = await in_thread(read_starts, RunDirectory(directory).starts)
         await asyncio.sleep(LOOK_EVERY_S)
 
 

@@ -20,9 +20,8 @@ from streamrl.bus.waiting import wait_for_event
 from streamrl.observability.background import BackgroundTask
 from streamrl.observability.metrics.endpoint import endpoint
 from streamrl.observability.metrics.families import CORE_FAMILIES, Family, Meters
-from streamrl.observability.metrics.metering import Collector, MeteringObserver, metering_of
+from streamrl.observability.metrics.metering import Collector, MeteringObserver, meter_usage, metering_of
 from streamrl.observability.metrics.settings import MetricsSettings
-from streamrl.observability.usage import meter_usage
 from streamrl.schemas.errors import BusError
 from streamrl.schemas.topics import TRAJECTORIES
 

@@ -17,6 +17,7 @@ from streamrl.bus.port import Outgoing, Record
 from streamrl.observability.interceptor import DeliveryReport
 from streamrl.observability.metrics.families import Meters
 from streamrl.observability.run_state.aggregates import LAG_PREFIX
+from streamrl.observability.usage import UsageSampler, own_usage
 from streamrl.schemas.codec import Headers, dead_letter_error_class, decode
 from streamrl.schemas.control import FlowControl, RunFinished, WeightsReady
 from streamrl.schemas.errors import BusError, WireError
@@ -295,3 +296,24 @@ def collect_dispatcher(status_of: "Callable[[], DispatcherStatus]", meters: Mete
         meters.set(error, "length_prediction_error_tokens")
     if (coverage := status.lengths.coverage) is not None:
         meters.set(coverage, "length_prediction_coverage_ratio")
+
+
+def meter_usage(meters: Meters, sampler: UsageSampler | None = None) -> None:
+    """Set the metrics of a process's usage. A figure that is not known is not exported."""
+    usage = (sampler or own_usage()).usage()
+    if usage is None:
+        return
+    meters.set(usage.cores_used, "process_cpu_cores")
+    meters.set(usage.memory_bytes, "process_tree_memory_bytes")
+    meters.set(usage.machine_busy, "machine_cpu_ratio", usage.host)
+    meters.set(usage.machine_used_bytes, "machine_memory_used_bytes", usage.host)
+    meters.set(usage.machine_bytes, "machine_memory_bytes", usage.host)
+    for gpu in usage.gpus or ():
+        labels = (usage.host, gpu.gpu_id, gpu.name)
+        for value, name in (
+            (gpu.busy, "gpu_utilization_ratio"),
+            (gpu.used_bytes, "gpu_memory_used_bytes"),
+            (gpu.total_bytes, "gpu_memory_bytes"),
+        ):
+            if value is not None:
+                meters.set(value, name, *labels)

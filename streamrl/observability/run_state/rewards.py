@@ -33,10 +33,9 @@ class RecentRewards:
 
     newest: deque[float] = field(default_factory=lambda: deque(maxlen=REWARDS_KEPT))
 
-    def add(self, reward: float | None) -> None:
-        """Note the reward of a trajectory; None: it has none."""
-        if reward is not None:
-            self.newest.append(reward)
+    def add(self, reward: float) -> None:
+        """Note the reward of a trajectory."""
+        self.newest.append(reward)
 
     def bars(self) -> list[Bar]:
         """A histogram: a bar for each value if there are few, else bars of equal width."""
@@ -75,10 +74,8 @@ class PromptDifficulty:
 
     prompts: LRUCache[str, PromptResult] = field(default_factory=lambda: LRUCache(PROMPTS_KEPT))
 
-    def add(self, group_id: str, reward: float | None, *, solved: bool) -> None:
+    def add(self, group_id: str, reward: float, *, solved: bool) -> None:
         """Note a trajectory. A prompt's groups have its id and the number of the pass over the prompts."""
-        if reward is None:
-            return
         prompt = group_id.rpartition("/")[0]
         found = self.prompts.get(prompt) or PromptResult()
         found.samples, found.total, found.solved = found.samples + 1, found.total + reward, found.solved + solved
@@ -93,6 +90,20 @@ class PromptDifficulty:
         """The prompts with the lowest mean rewards, the lowest first, without those that are always solved."""
         open_ones = ((name, each) for name, each in self.prompts.items() if each.solved < each.samples)
         yield from nsmallest(HARDEST, open_ones, key=lambda pair: (pair[1].mean, pair[0]))
+
+
+@dataclass
+class RewardHistory:
+    """The rewards of the newest trajectories, and of the newest prompts."""
+
+    recent: RecentRewards = field(default_factory=RecentRewards)
+    by_prompt: PromptDifficulty = field(default_factory=PromptDifficulty)
+
+    def add(self, group_id: str, reward: float | None, *, solved: bool) -> None:
+        """Note a trajectory. ``reward`` None: it has none, and says nothing. ``solved``: its rewards are full."""
+        if reward is not None:
+            self.recent.add(reward)
+            self.by_prompt.add(group_id, reward, solved=solved)
 
 
 def _word(result: PromptResult) -> str:

@@ -203,7 +203,7 @@ def _row(state: RunState, summary: TrajectorySummary) -> dict[str, Any]:
 
 
 def _rewards(state: RunState, _now: float) -> dict[str, Any]:
-    recent, difficulty = state.trajectories.rewards, state.trajectories.difficulty
+    recent, difficulty = state.trajectories.rewards.recent, state.trajectories.rewards.by_prompt
     return {
         "trajectories": len(recent.newest),
         "bars": recent.bars(),

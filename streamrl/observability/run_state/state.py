@@ -33,7 +33,7 @@ from streamrl.observability.run_state.aggregates import (
 )
 from streamrl.observability.run_state.evaluations import EvaluationHistory
 from streamrl.observability.run_state.parts import RunPart
-from streamrl.observability.run_state.rewards import PromptDifficulty, RecentRewards
+from streamrl.observability.run_state.rewards import RewardHistory
 from streamrl.observability.run_state.skips import EXAMPLE_LIMIT, SkipCauses, SkipCounts
 from streamrl.observability.run_state.stalls import first_step_waits_for, waiting_for
 from streamrl.observability.run_state.trajectory_summary import NEWEST, TrajectorySummary, sampled, summary_of
@@ -154,13 +154,14 @@ class ProcessActivity:
     """The run's processes and their activities.
 
     ``workers``: the last heartbeat of each; ``silent``: silent workers. ``trainer``: what the trainer's process used
-    last.
+    last. ``starts``: the run's starts, as far as they are known.
     """
 
     workers: dict[str, Heartbeat] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
     tracks: dict[str, Track] = field(default_factory=dict)
     trainer: ResourceUsage | None = None
+    starts: Sequence[RunStart] = ()
     rates: dict[str, Rate] = field(default_factory=_rates)
 
 
@@ -183,8 +184,7 @@ class SampledTrajectories:
     calibration: LengthCalibration = field(default_factory=LengthCalibration)
     staleness: StalenessHistogram = field(default_factory=StalenessHistogram)
     fates: TrajectoryFates = field(default_factory=TrajectoryFates)
-    rewards: RecentRewards = field(default_factory=RecentRewards)
-    difficulty: PromptDifficulty = field(default_factory=PromptDifficulty)
+    rewards: RewardHistory = field(default_factory=RewardHistory)
 
     def arrived(self, summary: TrajectorySummary) -> None:
         """Note a trajectory whose fate is not known yet."""
@@ -235,15 +235,13 @@ class RunState:
 
     ``reward_weights``: weights of the run's reward functions, as far as they are known; the default is 1. ``parts``:
     the parts of optional features. ``stall_s``: seconds without a step after which a warning says what the run waits
-    for. ``starts``: the run's starts, as far as they are known. ``read_at``: when the topics were last read to their
-    ends, in epoch seconds.
+    for. ``read_at``: when the topics were last read to their ends, in epoch seconds.
     """
 
     run: str
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     parts: tuple[RunPart, ...] = ()
     stall_s: float = STALL_S
-    starts: Sequence[RunStart] = ()
     progress: RunProgress = field(default_factory=RunProgress)
     learning: LearningHistory = field(default_factory=LearningHistory)
     processes: ProcessActivity = field(default_factory=ProcessActivity)
@@ -335,8 +333,7 @@ class RunState:
         bucket = self.trajectories.bucket_of[summary.partition] = min(summary.bucket, MOST_BUCKETS - 1)
         self._count_trajectory(at, bucket)
         self.trajectories.calibration.add(summary.predicted, summary.length)
-        self.trajectories.rewards.add(summary.reward)
-        self.trajectories.difficulty.add(summary.group_id, summary.reward, solved=summary.solved)
+        self.trajectories.rewards.add(summary.group_id, summary.reward, solved=summary.solved)
         self.trajectories.arrived(summary)
         for part in self.parts:
             part.sampled(summary)
@@ -424,7 +421,7 @@ class RunState:
             self.log.add(beat.sent_at, "warn", f"{beat.worker_id} was started again", mark="restart")
 
     def _start_between(self, after: float, until: float) -> RunStart | None:
-        return next((start for start in reversed(self.starts) if after < start.at <= until), None)
+        return next((start for start in reversed(self.processes.starts) if after < start.at <= until), None)
 
     @property
     def own_trainer_leads(self) -> bool:

@@ -8,10 +8,9 @@ import pytest
 
 from streamrl.deploy.local.run_store import list_runs, remove_runs, run_facts, stored_runs
 from streamrl.observability.run_state.evaluations import OVERALL
-from streamrl.observability.run_state.state import RunStart
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.evaluation import EVALUATED
-from streamrl.schemas.starts import add_start
+from streamrl.schemas.starts import RunStart, append_start
 from streamrl.settings.run_directory import RunDirectory
 from tests.inspection.report.recorded import CONFIG
 
@@ -67,8 +66,8 @@ def test_a_page_of_runs_gets_their_start_and_held_out_result_without_their_sizes
     run = a_run(tmp_path, "mine")
     rows = [{"step": step, EVALUATED: "1-3", OVERALL: passed} for step, passed in ((2, 0.25), (9, 0.75))]
     run.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows) + run.metrics.read_text())
-    add_start(run.starts, RunStart(7.0, 0))
-    add_start(run.starts, RunStart(9.0, 2))
+    append_start(run.starts, RunStart(at=7.0, step=0))
+    append_start(run.starts, RunStart(at=9.0, step=2))
     (found,) = run_facts(tmp_path)
     # The evaluation of step 9 is of weights that a resumed trainer has undone.
     assert (found["started"], found["held_out"], found["step"], found["state"]) == (7.0, 0.25, 3, "finished")

@@ -8,8 +8,7 @@ from streamrl.inspection.dashboard.ended import ended_state
 from streamrl.inspection.report.record import read_facts
 from streamrl.inspection.source import PastRun, open_run
 from streamrl.observability.run_state.snapshot import snapshot
-from streamrl.observability.run_state.state import RunStart
-from streamrl.schemas.starts import add_start, read_starts
+from streamrl.schemas.starts import Change, RunStart, append_start
 from tests.inspection.report.recorded import gather, record_run
 
 
@@ -21,8 +20,12 @@ async def past_run(path: Path, *, most: float | None = None) -> PastRun:
         rows[-1]["progress/max_steps"] = most
         recorded.directory.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     recorded.directory.summary.write_text(json.dumps({"steps": last}))
-    for start in (RunStart(rows[0]["time"] - 9.0, 0), RunStart(rows[3]["time"] - 0.01, 3, ("a.b 1 → 2",))):
-        add_start(recorded.directory.starts, start)
+    changed = (Change("a.b", "1", "2"),)
+    for start in (
+        RunStart(at=rows[0]["time"] - 9.0, step=0),
+        RunStart(at=rows[3]["time"] - 0.01, step=3, changed=changed),
+    ):
+        append_start(recorded.directory.starts, start)
     return open_run(path)
 
 
@@ -49,18 +52,10 @@ async def test_an_ended_run_is_shown_from_its_files(tmp_path: Path) -> None:
     assert shown["staleness"]["counts"]
     assert shown["lengths"]["cells"]
     assert {row["fate"] for row in shown["trajectories"]} == {"left over"}
-    assert shown["curves"]["marks"][0][2:] == ["settings", "the run was resumed from step 3; changed: a.b 1 → 2"]
+    assert shown["curves"]["marks"][0][2:] == ["settings", "resumed from step 3; changed: a.b 1 → 2"]
     assert shown["events"][-1][3] == f"the run finished at step {newest}"
 
 
 async def test_a_run_that_did_not_reach_its_end_is_shown_as_stopped(tmp_path: Path) -> None:
     shown = snapshot(ended_state(await past_run(tmp_path / "mine")), time.time())
     assert (shown["loop"]["health"], shown["loop"]["over"]) == ("stopped", True)
-
-
-def test_starts_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "starts.jsonl"
-    assert read_starts(path) == []
-    add_start(path, RunStart(1.0, 0))
-    path.write_text(path.read_text() + '{"time": "x"}\n[]\n{"time": 2')
-    assert read_starts(path) == [RunStart(1.0, 0)]

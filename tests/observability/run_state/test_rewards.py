@@ -7,12 +7,13 @@ from streamrl.observability.run_state.rewards import (
     REWARDS_KEPT,
     PromptDifficulty,
     RecentRewards,
+    RewardHistory,
 )
 
 
 def test_few_values_have_a_bar_each_and_many_share_bars_of_equal_width() -> None:
     rewards = RecentRewards()
-    for reward in (0.0, 1.0, 1.0, None, 0.5):
+    for reward in (0.0, 1.0, 1.0, 0.5):
         rewards.add(reward)
     assert rewards.bars() == [(0.0, 0.0, 1), (0.5, 0.5, 1), (1.0, 1.0, 2)]
     for number in range(101):
@@ -35,11 +36,13 @@ def test_the_rewards_of_a_long_run_stay_bounded() -> None:
 
 
 def test_prompts_are_solved_always_sometimes_or_never_over_all_their_groups() -> None:
-    difficulty = PromptDifficulty()
+    rewards_of = RewardHistory()
+    difficulty = rewards_of.by_prompt
     given = {"easy": (1.0, 1.0), "mixed": (0.0, 1.0), "hard": (0.0, 0.2), "none": (None, None)}
     for prompt, rewards in given.items():
         for round_, reward in enumerate(rewards):
-            difficulty.add(f"math/{prompt}/{round_}", reward, solved=reward == 1.0)
+            rewards_of.add(f"math/{prompt}/{round_}", reward, solved=reward == 1.0)
+    assert list(rewards_of.recent.newest) == [1.0, 1.0, 0.0, 1.0, 0.0, 0.2]
     assert difficulty.counts() == {"always": 1, "sometimes": 1, "never": 1}
     assert [(name, each.mean, each.samples) for name, each in difficulty.hardest()] == [
         ("math/hard", pytest.approx(0.1), 2),

@@ -13,12 +13,12 @@ from streamrl.observability.run_state.state import (
     SHOWN_TRAJECTORIES,
     TRAINER,
     WORKERS_HELD,
-    RunStart,
     RunState,
 )
 from streamrl.schemas.control import RunFinished
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import RecordRef, SkipReason, StepReport, WorkerState
+from streamrl.schemas.starts import Change, RunStart
 from streamrl.schemas.topics import TRAJECTORIES
 from tests.observability.run_state.made_up_run import MadeUpRun
 from tests.observability.run_state.writing import append, append_letters, paused, topics_of
@@ -116,12 +116,16 @@ def test_restarts_and_a_resumed_run_are_marked_in_the_curves() -> None:
     state.observe_message(beat.replace(incarnation="b", state=WorkerState.STOPPED, sent_at=BEGIN + 3))
     state.observe_message(beat.replace(incarnation="c", sent_at=BEGIN + 4))
     state.observe_message(reported(4, 2, 20.0))
-    state.starts = (RunStart(BEGIN - 9.0, 0), RunStart(BEGIN + 29.0, 4), RunStart(BEGIN + 49.0, 4, ("a.b 1 → 2",)))
+    state.processes.starts = (
+        RunStart(at=BEGIN - 9.0, step=0),
+        RunStart(at=BEGIN + 29.0, step=4),
+        RunStart(at=BEGIN + 49.0, step=4, changed=(Change("a.b", "1", "2"),)),
+    )
     state.observe_message(reported(4, 3, 40.0))
     state.observe_message(reported(4, 4, 60.0))
     state.observe_message(beat.replace(incarnation="d", sent_at=BEGIN + 61))
     assert marks_of(state) == [(5, "restart"), (4, "restart"), (4, "resumed"), (4, "settings")]
-    assert state.log.events[-2].text == "the run was resumed from step 4; changed: a.b 1 → 2"
+    assert state.log.events[-2].text == "resumed from step 4; changed: a.b 1 → 2"
     assert state.log.events[-1].text.endswith("joined again")
 
 
