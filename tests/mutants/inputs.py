@@ -276,10 +276,15 @@ INPUTS = (
         "producers/evaluation/results.py",
         "sum(positive.values()) if passes_at is None else passes_at)",
         "1.0 if passes_at is None else passes_at)",
-        (
-            f"{RESULTS}::test_what_passes_is_all_rewards_or_the_named_one_or_the_sum_that_is_set",
-            "tests/producers/evaluation/test_role.py::test_a_completion_of_the_right_format_alone_passes_nowhere",
-        ),
+        (f"{RESULTS}::test_what_passes_is_all_rewards_or_the_named_one_or_the_sum_that_is_set",),
+    ),
+    Mutant(
+        "70b",
+        "a bound that the format alone reaches accepted",
+        "producers/evaluation/role.py",
+        "    elif len(forms) < len(weights) and (form",
+        "    elif len(forms) > len(weights) and (form",
+        ("tests/producers/evaluation/test_role.py::test_a_completion_of_the_right_format_alone_passes_nowhere",),
     ),
     # 4 what is streamed, and 4 wh is recorded.
     Mutant(
