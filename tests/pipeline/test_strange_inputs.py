@@ -326,14 +326,21 @@ def test_a_dry_run_shows_what_is_meant_or_says_what_is_wrong(
     assert code == task.code, "\n".join(said)
 
 
-def run_of(kind: str, models: Mapping[str, Path], folder: Path, broker: str, **loop: Any) -> list[Row]:
-    """The trajectories of a run of four steps."""
-    tree = tree_of(TASKS[kind], models[TASKS[kind].model], folder, **{"num_generations": 4, **loop})
+def command(tree: dict[str, Any], folder: Path, broker: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    config = folder / "streamrl.toml"
+    config.write_text(tomli_w.dumps(tree))
+    given = [*CLI, "run", str(config), f"--kafka.bootstrap_servers={broker}", *arguments]
+    environment = {**os.environ, **ENVIRONMENT}
+    return subprocess.run(given, capture_output=True, text=True, env=environment, check=False, timeout=800)
+
+
+def run_of(task: Task, models: Mapping[str, Path], folder: Path, broker: str, **loop: Any) -> list[Row]:
+    """The trajectories of a run of four steps, which another process carries out."""
+    tree = tree_of(task, models[task.model], folder, **{"num_generations": 4, **loop})
     tree |= {"training": {"max_steps": 4, "checkpoint_every": 4, "threads": 1}}
-    run = streamrl.run(tree, kafka__bootstrap_servers=broker)
-    assert run.finished
-    assert run.summary["steps"] == 4
-    rows: list[Row] = run.trajectories(tokens=True).to_pylist()
+    done = command(tree, folder, broker)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows: list[Row] = streamrl.Run(folder / "runs" / tree["run"]["name"]).trajectories(tokens=True).to_pylist()
     return rows
 
 
@@ -349,7 +356,7 @@ def run_of(kind: str, models: Mapping[str, Path], folder: Path, broker: str, **l
 def test_a_run_samples_the_prompt_that_the_dry_run_shows(
     kind: str, shown: str, models: Mapping[str, Path], folder: Path, bootstrap_servers: str
 ) -> None:
-    rows = run_of(kind, models, folder, bootstrap_servers)
+    rows = run_of(TASKS[kind], models, folder, bootstrap_servers)
     tokenizer = ModelTokenizer(str(models[TASKS[kind].model]))
     texts = {tokenizer.decode_with_special(row["prompt_token_ids"]) for row in rows}
     assert any(text.endswith(shown) for text in texts), texts
@@ -360,12 +367,8 @@ def test_a_run_samples_the_prompt_that_the_dry_run_shows(
 def test_rows_of_a_csv_file_with_a_blank_are_paid_as_those_of_a_jsonl_file(
     models: Mapping[str, Path], folder: Path, bootstrap_servers: str
 ) -> None:
-    task = replace(TASKS["a blank among integers"], reward="own_rewards:digits")
-    tree = tree_of(task, models["plain"], folder, num_generations=4, groups_per_step=4)
-    tree |= {"training": {"max_steps": 4, "checkpoint_every": 4, "threads": 1}}
-    run = streamrl.run(tree, kafka__bootstrap_servers=bootstrap_servers)
-    paid = 0
-    for row in run.trajectories().to_pylist():
+    task, paid = replace(TASKS["a blank among integers"], reward="own_rewards:digits"), 0
+    for row in run_of(task, models, folder, bootstrap_servers, groups_per_step=4):
         answer = str(100 + int(row["prompt_id"].rpartition("/")[2]))
         rewards = dict(row["rewards"])
         if answer == "119":
@@ -380,21 +383,13 @@ def test_completions_end_where_the_tokenizer_says_and_run_to_the_limit_without_a
     models: Mapping[str, Path], folder: Path, bootstrap_servers: str
 ) -> None:
     loop = {"max_completion_length": 200, "groups_per_step": 2}
-    rows = run_of("an end that the tokenizer alone names", models, folder, bootstrap_servers, **loop)
+    rows = run_of(TASKS["an end that the tokenizer alone names"], models, folder, bootstrap_servers, **loop)
     ends = ModelTokenizer(str(models["two ends"])).ends.ids
     assert len(ends) == 2
     assert not [row for row in rows if ends & set(row["token_ids"][:-1])]
     assert [row["finish_reason"] for row in rows if row["token_ids"][-1] in ends].count("stop") > 0
-    rows = run_of("no end", models, folder, bootstrap_servers)
+    rows = run_of(TASKS["no end"], models, folder, bootstrap_servers)
     assert {(row["length"], row["finish_reason"]) for row in rows} == {(16, "length")}
-
-
-def command(tree: dict[str, Any], folder: Path, broker: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    config = folder / "streamrl.toml"
-    config.write_text(tomli_w.dumps(tree))
-    given = [*CLI, "run", str(config), f"--kafka.bootstrap_servers={broker}", *arguments]
-    environment = {**os.environ, **ENVIRONMENT}
-    return subprocess.run(given, capture_output=True, text=True, env=environment, check=False, timeout=800)
 
 
 def test_rewards_that_are_all_equal_end_the_run_with_the_reason(
