@@ -95,6 +95,10 @@ class SwitchedPolicy:
         """See the port."""
         self.policy.discard()
 
+    def speed_metrics(self, tokens: int, seconds: float) -> dict[str, float]:
+        """See the port."""
+        return self.policy.speed_metrics(tokens, seconds)
+
     def finish_step(self, reward_deviation: float) -> StepOutcome:
         """See the port."""
         outcome = self.policy.finish_step(reward_deviation)

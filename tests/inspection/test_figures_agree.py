@@ -151,8 +151,8 @@ async def test_one_meaning_one_name_one_value(tmp_path: Path, monkeypatch: pytes
     summary = build_summary(
         whole, engine="e", seed=0, run_seconds=SECONDS, resumed_from=0, before={}, after={}, restarts=0
     )
-    record = RunRecord(RUN, tmp_path, read_rows(tmp_path / "metrics.jsonl"), summary)
-    report_figures = {figure.key: figure.value for figure in figures_of(record)}
+    written = RunRecord(RUN, tmp_path, read_rows(tmp_path / "metrics.jsonl"), summary)
+    report_figures = {figure.key: figure.value for figure in figures_of(written)}
     assert summary["trajectories"] == trained
     assert summary["steps"] == told["step"]
     assert summary["skipped"] == state.skipped
@@ -166,7 +166,7 @@ async def test_one_meaning_one_name_one_value(tmp_path: Path, monkeypatch: pytes
 
     # The headline and the tiles, as people read them: a reward says of which steps it is the mean.
     first, last = summary["reward_first"], summary["reward_last"]
-    headline, tiles = headline_of(record), tiles_of(record)
+    headline, tiles = headline_of(written), tiles_of(written)
     assert (headline.before, headline.after) == (f"{first:.3f}", f"{last:.3f}")
     assert f"reward: {first:.3f} → {last:.3f} (first and last {summary['reward_steps']} steps)" in summary_lines(
         summary

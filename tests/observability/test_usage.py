@@ -10,7 +10,6 @@ from typing import Any
 import psutil
 import pytest
 
-from streamrl.observability import usage
 from streamrl.observability.metrics.families import Meters
 from streamrl.observability.metrics.metering import meter_usage
 from streamrl.observability.run_state.snapshot import snapshot
@@ -84,10 +83,10 @@ def test_what_is_not_known_is_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(driver=False))
     assert gpu_reader()() == ()
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(usage.shutil, "which", lambda _: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/nvidia-smi")
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: False)))
     assert gpu_reader()() is None
-    monkeypatch.setattr(usage.shutil, "which", lambda _: None)
+    monkeypatch.setattr("shutil.which", lambda _: None)
     assert gpu_reader()() == ()
     meters = Meters("r")
     unknown = USAGE.model_copy(update={"gpus": (GpuUsage(gpu_id="GPU-1", name="H200"),)})
@@ -112,10 +111,11 @@ def test_usage_is_exported_under_prometheus_names() -> None:
 def test_a_process_is_measured_with_its_children_and_rarely() -> None:
     now, looks = [0.0], []
 
-    class Counted(psutil.Process):
+    class Counted(psutil.Process):  # type: ignore[misc]  # psutil has no types
         def children(self, recursive: bool = False) -> list[psutil.Process]:
             looks.append(now[0])
-            return super().children(recursive)
+            found: list[psutil.Process] = super().children(recursive)
+            return found
 
     sampler = UsageSampler(Counted(), lambda: (), lambda: now[0])
     assert sampler.usage() is None

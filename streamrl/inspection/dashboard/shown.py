@@ -280,4 +280,6 @@ def find_target(run: Path | None, servers: str | None) -> RunConnection | PastRu
 
 def directory_of(target: RunConnection | PastRun | None) -> Path | None:
     """A run's directory; None if it is not on this machine, or there is no run."""
-    return target.directory.path if isinstance(target, PastRun) else target and target.directory
+    if isinstance(target, PastRun):
+        return target.directory.path
+    return None if target is None else target.directory

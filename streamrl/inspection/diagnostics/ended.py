@@ -123,7 +123,7 @@ def show_ended_status(ended: EndedRun, *, as_json: bool) -> int:
 
 def _status_lines(ended: EndedRun) -> Iterator[str]:
     yield ended.head
-    yield from (line for line in summary_lines(ended.summary) if line)
+    yield from (line for line in summary_lines(dict(ended.summary)) if line)
     if "lag_by_bucket" not in ended.summary:
         yield _lag_line(ended)
     yield f"figures: {ended.past.directory.summary}"
