@@ -4,7 +4,7 @@ Evaluation has its own message kinds and topics. A trainer reads none of these t
 evaluation orders takes none.
 """
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import Field
 
@@ -79,3 +79,23 @@ class EvaluationReport(Message):
     newest: PolicyVersion
     began_at: float
     sent_at: float
+
+
+class HeldOut(NamedTuple):
+    """A measure of held-out prompts at the first and at the last weights that were evaluated.
+
+    ``steps``: of these weights; ``prompts``: their number, 0 if it is not known; ``conditions``: where the prompts are
+    from and how they were sampled, in words that follow "prompts".
+    """
+
+    measure: str
+    before: float
+    after: float
+    steps: tuple[int, int]
+    prompts: int = 0
+    conditions: str = ""
+
+    @property
+    def measured_on(self) -> str:
+        """The prompts and the conditions."""
+        return f"{f'{self.prompts:,} ' if self.prompts else ''}prompts {self.conditions}".strip()

@@ -5,7 +5,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from streamrl.schemas.errors import SettingsError
-from streamrl.schemas.evaluation import PROMPTS
 from streamrl.settings.features import (
     ChildProcess,
     Displays,
@@ -21,15 +20,14 @@ from streamrl.settings.features import (
 
 if TYPE_CHECKING:
     from streamrl.coordinator.coordinator import LastEvaluation
-    from streamrl.inspection.report.headline import HeldOut
-    from streamrl.inspection.report.record import RunRecord
     from streamrl.observability.role_context import ProcessContext, Role
     from streamrl.producers.evaluation.settings import HeldOutSettings
     from streamrl.producers.evaluation.state import HeldOutPrompts
     from streamrl.producers.evaluation.worker_samples import EvaluationSlots
     from streamrl.producers.prompts.settings import DataSettings
-    from streamrl.schemas.trajectories import Prompt
+    from streamrl.schemas.evaluation import HeldOut
     from streamrl.schemas.starts import RunInput
+    from streamrl.schemas.trajectories import Prompt
     from streamrl.settings.tree import Settings
 
 
@@ -230,18 +228,20 @@ def _awaited(settings: "Settings") -> "LastEvaluation | None":
     return LastEvaluation(due, PATIENCE_S)
 
 
-def _held_out_result(record: "RunRecord") -> "HeldOut | None":
+def _held_out_result(
+    evaluations: Sequence[tuple[int, Mapping[str, float]]], settings: Mapping[str, Any]
+) -> "HeldOut | None":
     """pass@1 over all sets, at the first and the last weights that were evaluated."""
-    from streamrl.inspection.report.headline import HeldOut
     from streamrl.observability.run_state.evaluations import OVERALL
+    from streamrl.schemas.evaluation import PROMPTS, HeldOut
 
-    known = [(step, metrics) for step, metrics in record.rows.evaluations if OVERALL in metrics]
+    known = [(step, metrics) for step, metrics in evaluations if OVERALL in metrics]
     if not known:
         return None
     (first, before), (last, after) = known[0], known[-1]
     # Two versions may have been evaluated with different numbers of prompts, if settings changed in between.
     prompts = int(min(before.get(PROMPTS, 0), after.get(PROMPTS, 0)))
-    conditions = _conditions(record.settings)
+    conditions = _conditions(settings)
     return HeldOut("pass@1", before[OVERALL], after[OVERALL], (first, last), prompts, conditions)
 
 

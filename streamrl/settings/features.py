@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from streamrl.consumers.training.session import PartsOf, TrainerContext
     from streamrl.coordinator.coordinator import LastEvaluation
     from streamrl.coordinator.policies import CoordinatorContext, PolicyControl
-    from streamrl.inspection.report.headline import HeldOut
-    from streamrl.inspection.report.record import RunRecord
     from streamrl.observability.metrics.families import Family
     from streamrl.observability.role_context import ProcessContext, Role
     from streamrl.observability.run_state.parts import RunPart
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from streamrl.producers.generation.side_work import SideWorkFactory
     from streamrl.producers.lengths.startup import OpenPredictor
     from streamrl.schemas.control import OperatorAction
+    from streamrl.schemas.evaluation import HeldOut
     from streamrl.schemas.messages import Message
     from streamrl.schemas.starts import RunInput
     from streamrl.settings.tree import Settings
@@ -158,20 +157,24 @@ def _no_policy(_: "Message") -> str | None:
     return None
 
 
+def _no_result(evaluations: object, settings: object) -> None:
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Displays:
     """What the displays of a run show for a feature.
 
     ``part`` builds its part of a run's state, given the run's name; None: it has no part. ``sections`` names the
     sections that the part adds to a snapshot. ``held_out`` returns the result on held-out prompts with which a report
-    starts, given the run's files; None: the feature has no result there. ``worker_rows`` returns the rows that a
-    terminal draws below the workers, given a snapshot's sections and the width of a name in cells. ``policy_in``
-    returns the policy for which a control message announces separate topics, which audits and exports then read too;
-    None for any other message.
+    starts, given the run's evaluations (step, metrics) and settings; None: the feature has no result there.
+    ``worker_rows`` returns the rows that a terminal draws below the workers, given a snapshot's sections and the width
+    of a name in cells. ``policy_in`` returns the policy for which a control message announces separate topics, which
+    audits and exports then read too; None for any other message.
     """
 
     part: "Callable[[str], RunPart] | None" = None
-    held_out: "Callable[[RunRecord], HeldOut | None]" = lambda record: None
+    held_out: "Callable[[Sequence[tuple[int, Mapping[str, float]]], Mapping[str, Any]], HeldOut | None]" = _no_result
     sections: tuple[str, ...] = ()
     worker_rows: "Callable[[Mapping[str, Any], int], list[Text]]" = lambda data, name: []
     policy_in: "Callable[[Message], str | None]" = _no_policy

@@ -46,7 +46,7 @@ _SET_ON_TOPIC = 1
 
 
 @dataclass(frozen=True)
-class Change:
+class TopicChange:
     """One difference between the broker and the catalogue. A conflict is a difference that applying leaves alone."""
 
     kind: Literal["create", "add partitions", "set", "conflict"]
@@ -76,7 +76,7 @@ class _Found:
 
 @dataclass
 class _Plan:
-    changes: list[Change] = field(default_factory=list)
+    changes: list[TopicChange] = field(default_factory=list)
     create: list[NewTopic] = field(default_factory=list)
     grow: dict[str, NewPartitions] = field(default_factory=dict)
     alter: list[ConfigResource] = field(default_factory=list)
@@ -88,7 +88,7 @@ async def diff_topics(
     trajectory_partitions: int,
     replication_factor: int | None = None,
     settings: KafkaSettings | None = None,
-) -> list[Change]:
+) -> list[TopicChange]:
     """The changes that ``apply_topics`` would make. ``settings`` gives the security of the connection.
 
     Raises:
@@ -109,7 +109,7 @@ async def apply_topics(
     trajectory_partitions: int,
     replication_factor: int | None = None,
     settings: KafkaSettings | None = None,
-) -> list[Change]:
+) -> list[TopicChange]:
     """Create missing topics, add partitions, correct settings, and wait until every partition has a leader.
 
     Args:
@@ -128,7 +128,7 @@ async def apply_topics(
         BusError: the broker refuses.
     """
     named = (settings or KafkaSettings()).model_copy(update={"bootstrap_servers": bootstrap_servers})
-    changes: list[Change] = []
+    changes: list[TopicChange] = []
     for attempts_left in reversed(range(ATTEMPTS)):
         admin = await _admin(named)
         try:
@@ -230,7 +230,7 @@ async def _plan(
             configs = each.topic.configs(replication_factor=each.replicas)
             plan.create.append(NewTopic(each.name, each.partitions, each.replicas, topic_configs=configs))
             detail = f"{each.partitions} partitions, {each.replicas} replicas, {each.topic.cleanup_policy}"
-            plan.changes.append(Change("create", each.name, detail))
+            plan.changes.append(TopicChange("create", each.name, detail))
     return plan
 
 
@@ -238,14 +238,14 @@ def _compare(plan: _Plan, wanted: _Wanted, found: _Found, *, exact_replicas: boo
     name = wanted.name
     if found.partitions < wanted.partitions:
         plan.grow[name] = NewPartitions(wanted.partitions)  # Kafka wants the new total, not the difference
-        plan.changes.append(Change("add partitions", name, f"{found.partitions} → {wanted.partitions}"))
+        plan.changes.append(TopicChange("add partitions", name, f"{found.partitions} → {wanted.partitions}"))
     elif found.partitions > wanted.partitions:
         detail = f"has {found.partitions} partitions, wanted {wanted.partitions}; Kafka cannot remove partitions"
-        plan.changes.append(Change("conflict", name, detail))
+        plan.changes.append(TopicChange("conflict", name, detail))
     # Only if the user named a number: the default follows the number of brokers, which may have changed since.
     if exact_replicas and found.replicas != wanted.replicas:
         detail = f"has {found.replicas} replicas, wanted {wanted.replicas}; reassign them with Kafka's own tools"
-        plan.changes.append(Change("conflict", name, detail))
+        plan.changes.append(TopicChange("conflict", name, detail))
     # By the existing replicas: if more replicas had to be in sync than exist, no record could be written.
     configs = wanted.topic.configs(replication_factor=found.replicas)
     differing = {key: value for key, value in configs.items() if found.configs.get(key) != value}
@@ -254,7 +254,7 @@ def _compare(plan: _Plan, wanted: _Wanted, found: _Found, *, exact_replicas: boo
         merged = {**found.own, **configs}
         plan.alter.append(ConfigResource(ConfigResourceType.TOPIC, name, configs=merged))
         for key, value in differing.items():
-            plan.changes.append(Change("set", name, f"{key}: {found.configs.get(key)} → {value}"))
+            plan.changes.append(TopicChange("set", name, f"{key}: {found.configs.get(key)} → {value}"))
 
 
 async def _describe(admin: AIOKafkaAdminClient, names: Sequence[str]) -> dict[str, _Found]:

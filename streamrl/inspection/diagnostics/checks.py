@@ -23,7 +23,7 @@ from streamrl.bus.kafka.cluster import CODECS, ClusterFacts, ask_cluster, codec_
 from streamrl.bus.kafka.limits import LIMITS
 from streamrl.bus.kafka.records import LARGEST_UNCOMPRESSED
 from streamrl.bus.kafka.settings import KafkaSettings
-from streamrl.bus.kafka.topic_admin import Change, diff_topics
+from streamrl.bus.kafka.topic_admin import TopicChange, diff_topics
 from streamrl.bus.port import Record, message_of
 from streamrl.inspection.diagnostics.connect import CLIENT_ID, RunConnection, runs_of
 from streamrl.inspection.diagnostics.tail import newest_records
@@ -228,7 +228,7 @@ async def _topics(connection: RunConnection, facts: ClusterFacts) -> list[Findin
     return findings or [ok("topics", f"{len(CATALOGUE)} of run {run}, all as in the catalogue")]
 
 
-def _differing(change: Change, remedy: str) -> Finding:
+def _differing(change: TopicChange, remedy: str) -> Finding:
     detail = str(change)
     # Partitions cannot be removed, so there is nothing to apply.
     if change.kind == "conflict":

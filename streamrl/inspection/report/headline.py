@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from streamrl.inspection.report.figures import Figure, figures_of, shown
 from streamrl.inspection.report.record import RunRecord
 from streamrl.observability.run_state.aggregates import end_windows, window_name
+from streamrl.schemas.evaluation import HeldOut
 from streamrl.settings.differences import ABSENT, PER_RUN_SETTINGS, value_text
-from streamrl.settings.features import first_of
+from streamrl.settings.features import features
 
 Z = 1.959964
 """Standard deviations to both sides of a normal distribution's mean that hold 95 % of it."""
@@ -23,26 +24,6 @@ MOST_CHANGES = 24
 """Most settings that differ from their defaults in the table; all of them stand in the settings below."""
 IN_SETUP = ("model.path", "data.path", "data.dataset", "algorithm.name", "training.learning_rate")
 """Settings that have their own row in the table."""
-
-
-class HeldOut(NamedTuple):
-    """A measure of held-out prompts at the first and at the last weights that were evaluated.
-
-    ``steps``: of these weights; ``prompts``: their number, 0 if it is not known; ``conditions``: where the prompts are
-    from and how they were sampled, in words that follow "prompts".
-    """
-
-    measure: str
-    before: float
-    after: float
-    steps: tuple[int, int]
-    prompts: int = 0
-    conditions: str = ""
-
-    @property
-    def measured_on(self) -> str:
-        """The prompts and the conditions."""
-        return f"{f'{self.prompts:,} ' if self.prompts else ''}prompts {self.conditions}".strip()
 
 
 class Headline(NamedTuple):
@@ -76,8 +57,10 @@ class ChangedSetting(NamedTuple):
 
 def held_out_of(record: RunRecord) -> HeldOut | None:
     """The held-out result of a run: that of a feature, else that of ``evaluation.function``; None without any."""
-    found = first_of(lambda feature: None if feature.displays is None else feature.displays.held_out(record))
-    return found or _by_function(record)
+    evaluations, settings = record.rows.evaluations, record.settings
+    shown_by = (feature.displays for feature in features() if feature.displays is not None)
+    of_features = (displays.held_out(evaluations, settings) for displays in shown_by)
+    return next((found for found in of_features if found is not None), None) or _by_function(record)
 
 
 def _by_function(record: RunRecord) -> HeldOut | None:

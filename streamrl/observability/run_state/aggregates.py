@@ -213,7 +213,7 @@ class Event(NamedTuple):
     times: int = 1
 
 
-class StepMark(NamedTuple):
+class CurveMark(NamedTuple):
     """An event that curves show, since it may change their course. ``step``: the newest step when it came."""
 
     step: int
@@ -231,7 +231,7 @@ class EventLog:
 
     events: list[Event] = field(default_factory=list)
     numbered: int = 0
-    marks: deque[StepMark] = field(default_factory=lambda: deque(maxlen=MARKS_KEPT))
+    marks: deque[CurveMark] = field(default_factory=lambda: deque(maxlen=MARKS_KEPT))
     step: int = 0
 
     def add(self, at: float, level: str, text: str, times: int = 1, mark: MarkKind | None = None) -> None:
@@ -250,7 +250,7 @@ class EventLog:
         self.events.insert(place, Event(self.numbered, at, level, text, times))
         del self.events[:-EVENTS_KEPT]
         if mark is not None:
-            self.marks.append(StepMark(self.step, at, mark, text))
+            self.marks.append(CurveMark(self.step, at, mark, text))
 
 
 CurveRow = dict[str, float | None]
