@@ -19,7 +19,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Ended:
     return found
 
 
-def test_a_crash_that_nobody_asked_for_is_told_by_its_signal(ended: Ended) -> None:
+def test_an_unexpected_crash_is_reported_with_its_signal(ended: Ended) -> None:
     subprocess.run([sys.executable, "-c", DIES.format("SIGSEGV")], stderr=subprocess.DEVNULL)
     (line,) = ended.died
     assert "died of SIGSEGV, which nobody sent it" in line
@@ -34,7 +34,7 @@ def test_a_signal_that_was_sent_and_a_crash_that_is_expected_are_not(ended: Ende
     assert ended.died == []
 
 
-def test_of_a_command_of_ours_every_signal_counts(ended: Ended) -> None:
+def test_a_command_of_streamrl_that_dies_by_any_signal_is_reported(ended: Ended) -> None:
     subprocess.run([sys.executable, "-c", DIES.format("SIGKILL"), "-m", "streamrl"])
     (line,) = ended.died
     assert "SIGKILL" in line

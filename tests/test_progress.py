@@ -14,14 +14,14 @@ from tests.progress import ProcessorTime, Progress, bounded_by_progress, calm_s,
 Failed = pytest.fail.Exception
 
 
-def test_what_stands_still_is_failed_where_it_waits() -> None:
+def test_a_test_without_progress_fails_where_it_waits() -> None:
     with pytest.raises(Failed, match=r"expected progress, got .* of processor time in"):  # noqa: SIM117
         with bounded_by_progress(still_s=0.5, still_cpu_s=0.4, look_s=0.05):
             asyncio.run(asyncio.sleep(60))
 
 
 @pytest.mark.processes
-def test_what_computes_in_a_process_of_its_own_is_waited_for_however_slow() -> None:
+def test_work_in_another_process_counts_as_progress() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
         try:
             with bounded_by_progress(still_s=1.0, still_cpu_s=0.02, look_s=0.05):
@@ -30,7 +30,7 @@ def test_what_computes_in_a_process_of_its_own_is_waited_for_however_slow() -> N
             busy.kill()
 
 
-def test_what_never_ends_is_failed_by_its_processor_time() -> None:
+def test_an_endless_loop_fails_by_its_processor_time() -> None:
     with pytest.raises(Failed, match="expected an end within 1 s of processor time"):  # noqa: SIM117
         with bounded_by_progress(most_cpu_s=1.0, look_s=0.05):
             while True:
@@ -75,7 +75,7 @@ async def test_a_wait_goes_on_as_long_as_a_processor_is_waited_for(
     assert time.monotonic() - began > 0.4
 
 
-async def test_what_is_waited_for_in_vain_is_cancelled() -> None:
+async def test_an_awaitable_that_times_out_is_cancelled() -> None:
     forever = asyncio.get_running_loop().create_future()
     with pytest.raises(TimeoutError):
         await within(forever, 0.01)

@@ -64,7 +64,7 @@ def test_a_test_process_that_dies_ends_the_run_and_names_its_test(
     assert passed < 200, "the others are not run to their end"
 
 
-def test_what_fails_is_run_again_and_named_as_flaky_and_fails_all_the_same(
+def test_a_failed_test_runs_again_is_named_flaky_and_still_fails(
     run: Callable[..., Run], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -29,7 +29,7 @@ STAGES = (
 half a gigabyte."""
 
 
-def test_whoever_has_no_use_for_a_heavy_library_loads_none() -> None:
+def test_modules_import_no_heavy_library_that_they_do_not_need() -> None:
     code = "import json, sys\n" + "".join(
         f"import {modules}\nprint(json.dumps(sorted({heavy!r} & set(sys.modules))))\n" for modules, heavy in STAGES
     )

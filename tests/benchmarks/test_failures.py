@@ -36,7 +36,7 @@ def test_a_completion_counts_by_its_share_of_time_in_the_stretch() -> None:
     assert delivered(recording(whole, half, outside), 0.0, 10.0) == pytest.approx(100 + 20)
 
 
-def test_ratios_are_to_what_nobody_was_killed_in() -> None:
+def test_ratios_compare_with_runs_without_a_kill() -> None:
     steps = (0.0, 5.0, 10.0, 20.0, 24.0, 30.0)
     found = recording((0.0, 10.0, 1000), (10.0, 20.0, 900), (20.0, 30.0, 1000), steps=steps)
     kill = (10.0, "worker-3")

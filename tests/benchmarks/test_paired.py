@@ -12,7 +12,7 @@ def test_a_cost_is_found_under_noise_that_a_pair_shares() -> None:
     assert cost.high == pytest.approx(0.02)
 
 
-def test_the_interval_holds_the_cost_and_no_more_than_the_noise_allows() -> None:
+def test_the_interval_contains_the_cost_and_is_as_narrow_as_the_noise_allows() -> None:
     noise = np.random.default_rng(1).lognormal(0, 0.05, (200, 2))
     cost = paired_cost([Pair(one, other * 1.03) for one, other in noise], seed=0)
     assert cost.low < 0.03 < cost.high

@@ -97,7 +97,7 @@ async def test_a_start_that_is_cancelled_at_any_moment_leaves_no_server(after: i
 # asyncio drops a socket that it accepted in the turn in which its server was closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("after", range(12))
-async def test_who_connects_in_the_last_moment_leaves_no_task(after: int) -> None:
+async def test_a_connection_during_shutdown_leaves_no_task(after: int) -> None:
     app = web.Application()
     requests = await served(app, 1.0)
     with socket.create_connection(requests.runner.addresses[0][:2]) as client:

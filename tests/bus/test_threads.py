@@ -93,7 +93,7 @@ async def test_results_errors_and_context_pass() -> None:
         await in_thread(divmod, 1, 0)
 
 
-async def test_what_a_cancelled_call_raises_is_the_cause() -> None:
+async def test_the_error_of_a_cancelled_call_is_the_cause_of_the_cancellation() -> None:
     started, released = threading.Event(), threading.Event()
 
     def fail() -> None:

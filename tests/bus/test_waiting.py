@@ -7,7 +7,7 @@ from streamrl.bus.waiting import end_tasks, to_its_end, wait_for_event, wait_for
 from tests.progress import patience
 
 
-async def test_what_happens_is_seen_at_once_and_what_does_not_is_waited_for_so_long() -> None:
+async def test_waiting_ends_with_the_event_or_at_the_time_out() -> None:
     event, loop = asyncio.Event(), asyncio.get_running_loop()
     began = loop.time()
     assert not await wait_for_event(event, 0.05)
@@ -52,7 +52,7 @@ async def test_how_a_task_ended_is_left_to_the_task() -> None:
     assert isinstance(failing.exception(), ValueError)
 
 
-async def test_a_call_comes_to_its_end_whatever_becomes_of_its_caller() -> None:
+async def test_a_call_runs_to_its_end_if_its_caller_is_cancelled() -> None:
     may_end, ended = asyncio.Event(), list[str]()
 
     async def close(name: str) -> str:

@@ -117,7 +117,7 @@ async def test_reading_starts_at_the_named_offsets_and_else_at_the_earliest(adap
     assert sorted(record.value or b"" for record in records) == [b"1", b"3", b"4", b"5"]
 
 
-async def test_a_start_behind_the_end_is_refused(adapter: Adapter) -> None:
+async def test_a_start_after_the_end_is_refused(adapter: Adapter) -> None:
     with pytest.raises(DataLossRefused, match="offset 5"):
         await adapter.subscribe({adapter.at(1): 5})
 
@@ -144,7 +144,7 @@ async def test_a_paused_partition_delivers_nothing_until_resumed(adapter: Adapte
     assert [record.value for record in await read(subscription, 1)] == [b"held"]
 
 
-async def test_positions_and_end_offsets_tell_how_far_behind_a_reader_is(adapter: Adapter) -> None:
+async def test_positions_and_end_offsets_give_a_readers_lag(adapter: Adapter) -> None:
     publisher = await adapter.publisher()
     for _ in range(3):
         await publisher.publish(adapter.record(b"", partition=0))
@@ -206,7 +206,7 @@ async def test_large_records_arrive_between_small_ones(adapter: Adapter) -> None
     assert [record.value for record in records] == values
 
 
-async def test_submit_resolves_to_where_the_record_stands(adapter: Adapter) -> None:
+async def test_submit_resolves_to_the_records_position(adapter: Adapter) -> None:
     publisher = await adapter.publisher()
     futures = [await publisher.submit(adapter.record(b"%d" % n, partition=1)) for n in range(10)]
     await publisher.flush()

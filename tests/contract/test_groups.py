@@ -65,7 +65,7 @@ async def test_members_share_out_all_partitions_also_when_one_comes_and_goes(gro
         await first.partitions()
 
 
-async def test_what_a_member_committed_is_where_the_group_is(group: Group) -> None:
+async def test_offsets_committed_by_a_member_are_those_of_the_group(group: Group) -> None:
     member = await group.join()
     await group.shared_out([member])
     assert await group.offsets() == {}

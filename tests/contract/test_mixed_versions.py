@@ -29,14 +29,14 @@ last = last_version()
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_what_this_version_writes_the_last_one_reads(name: str) -> None:
+def test_the_last_version_reads_messages_of_this_one(name: str) -> None:
     message = examples()[name]
     reader = last.codec.decode(encode(message), headers_of(message))
     assert_agree(reader.model_dump(mode="json"), message.model_dump(mode="json"), name)
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_what_the_last_version_writes_this_one_reads(name: str) -> None:
+def test_messages_of_the_last_version_are_read(name: str) -> None:
     message = examples()[name]
     written = last.codec.decode(encode(message), headers_of(message))
     read = decode(last.codec.encode(written), last.codec.headers_of(written))
@@ -60,7 +60,7 @@ def test_a_new_word_is_refused_by_the_last_version_as_malformed(name: str) -> No
         last.codec.decode(encode(message), headers_of(message))
 
 
-def test_what_the_last_version_does_not_know_is_listed_and_raises_the_number_of_the_wire() -> None:
+def test_kinds_and_words_new_since_the_last_version_are_listed() -> None:
     """A kind or word beyond the lists is added there with a look at what readers of the last version make of it."""
     theirs = {**last.codec.MESSAGES, **_control_kinds(last.control)}
     ours = {**MESSAGES, **_control_kinds(control)}

@@ -119,7 +119,7 @@ async def test_the_end_of_the_run_is_announced_once() -> None:
     assert sum(isinstance(message, RunFinished) for message in controls(bus)) == 1
 
 
-async def test_an_end_that_is_undone_while_it_is_told_is_an_error_once_it_is_announced_that_the_run_goes_on() -> None:
+async def test_an_end_undone_during_its_announcement_is_an_error() -> None:
     bus = new_bus()
     await publish(bus, STEPS, step_report(1, 5, finished=True))
     async with running(bus, finish_timeout_s=0.1) as task:

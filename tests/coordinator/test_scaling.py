@@ -50,7 +50,7 @@ def test_a_worker_leaves_after_several_steps_in_which_it_was_not_needed() -> Non
     assert decision.workers == 2
 
 
-def test_one_busy_step_starts_the_count_of_idle_ones_anew() -> None:
+def test_one_busy_step_resets_the_count_of_idle_ones() -> None:
     scaling = rule(idle_steps=2)
     spare, busy = StageTimes(50.0, 100.0, 3, 12.5), StageTimes(99.0, 100.0, 3, 24.7)
     assert [scaling.decide(times) for times in (spare, busy, spare)] == [None] * 3
@@ -131,7 +131,7 @@ def test_empty_slots_while_the_trainer_waits_are_the_tail_of_a_batch_and_no_spar
     assert one.stepped(report(2, step_s=10.0, waited_s=3.0)) is None
 
 
-def test_where_stages_do_not_overlap_generation_is_what_the_trainer_waits_for() -> None:
+def test_without_overlap_the_whole_generation_counts_as_the_trainers_wait() -> None:
     one = watch(overlaps=False)
     assert one.stepped(report(2, step_s=10.0, waited_s=5.9)) is None  # 1.8 s are missing, one more saves 1.97 s
     assert watch(overlaps=False).stepped(report(2, step_s=10.0, waited_s=7.0)) is not None

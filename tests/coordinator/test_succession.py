@@ -119,7 +119,7 @@ async def test_a_restarted_coordinator_knows_which_incarnation_came_first() -> N
     assert claims(bus) == [("w0", "b")]
 
 
-async def test_a_superseded_worker_that_stays_is_told_again() -> None:
+async def test_a_superseded_worker_that_stays_is_notified_again() -> None:
     bus = new_bus()
     clock = FakeClock()
     async with running(bus, clock):
@@ -159,7 +159,7 @@ async def test_the_last_report_that_a_resumed_trainer_repeats_does_not_end_its_r
     assert not [message for message in controls(bus) if isinstance(message, RunFinished)]
 
 
-async def test_an_end_that_nobody_announced_waits_for_a_continuation_after_a_restart() -> None:
+async def test_an_unannounced_end_waits_for_a_continuation_after_a_restart() -> None:
     bus = new_bus()
     await publish(bus, STEPS, step_report(1, 5, finished=True))
     async with running(bus, finish_timeout_s=30.0):

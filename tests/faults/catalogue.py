@@ -67,8 +67,8 @@ CASES = (
         "",
         (
             "chaos:broker-outage",
-            "producers/generation/test_worker.py::test_nothing_new_starts_while_the_broker_is_behind",
-            "producers/generation/test_outbox.py::test_it_is_full_while_the_broker_is_behind",
+            "producers/generation/test_worker.py::test_no_new_work_starts_while_the_broker_is_down",
+            "producers/generation/test_outbox.py::test_the_outbox_is_full_while_the_broker_is_down",
         ),
     ),
     Case(
@@ -144,7 +144,7 @@ CASES = (
         "exit code 4",
         (
             "chaos:topic-recreated",
-            "consumers/ingest/test_opening.py::test_a_topic_made_anew_is_told_by_a_record_below_the_frontier",
+            "consumers/ingest/test_opening.py::test_a_recreated_topic_is_recognised_by_a_record_below_the_frontier",
         ),
     ),
     Case(
@@ -167,7 +167,7 @@ CASES = (
         "exit code 4 and the missing offsets",
         (
             "chaos:retention-expired",
-            "consumers/ingest/test_opening.py::test_an_accepted_hole_gets_one_row_and_reading_goes_on_behind_it",
+            "consumers/ingest/test_opening.py::test_an_accepted_hole_gets_one_row_and_reading_continues_after_it",
         ),
     ),
     Case(
@@ -180,7 +180,7 @@ CASES = (
         "",
         (
             "faults/test_idleness.py::test_the_first_record_after_idleness_comes_within_five_seconds",
-            "bus/kafka/test_idle.py::test_thousands_of_polls_that_find_nothing_leave_nothing_behind",
+            "bus/kafka/test_idle.py::test_thousands_of_empty_polls_leave_no_memory_behind",
         ),
     ),
     Case(
@@ -320,10 +320,10 @@ CASES = (
         ),
         ("`trajectory continued` in the worker's log; `continued` in `audit`; `streamrl show` names the workers"),
         (
-            "producers/generation/test_partials.py::test_what_a_killed_worker_had_half_done_is_finished_elsewhere",
+            "producers/generation/test_partials.py::test_half_done_completions_of_a_killed_worker_are_finished_elsewhere",
             "producers/generation/test_partials.py::test_a_worker_that_leaves_hands_over_up_to_its_last_token",
             "producers/generation/engines/test_continuing.py",
-            "chaos/halfway/test_half_done.py::test_what_a_killed_worker_process_had_half_done_is_finished_elsewhere",
+            "chaos/halfway/test_half_done.py::test_half_done_completions_of_a_killed_worker_process_are_finished_elsewhere",
             "chaos:continuing-kill",
             "chaos:chunk-points",
             "simulation:partial-trajectories",
@@ -356,7 +356,7 @@ CASES = (
         "",
         (
             "producers/generation/test_partials.py::test_everything_restarted_goes_on_where_it_stood",
-            "chaos/halfway/test_half_done.py::test_what_all_had_half_done_when_everything_was_killed_is_finished",
+            "chaos/halfway/test_half_done.py::test_half_done_completions_are_finished_after_everything_was_killed",
             "chaos/halfway/test_half_done.py::test_nor_is_anything_sampled_again_where_the_broker_was_killed_too",
             "chaos:all-kill",
             "simulation:partial-trajectories",
@@ -383,8 +383,7 @@ CASES = (
         (
             "chaos:grader-kill",
             "pipeline/test_changing_run.py",
-            "producers/grading/test_grader.py::"
-            "test_what_a_dead_member_had_in_hand_is_graded_by_another_and_nothing_is_lost",
+            "producers/grading/test_grader.py::test_samples_of_a_dead_grader_are_graded_by_another",
             "producers/grading/test_grader.py::test_members_share_the_partitions_and_take_over_those_of_who_leaves",
             "contract/test_groups.py",
             "simulation:graders",
@@ -474,7 +473,7 @@ CASES = (
         "exit code 143",
         (
             "schemas/test_stopping.py",
-            "streamrl/cli/test_stops.py::test_sigterm_while_the_demo_starts_leaves_nothing_behind",
+            "streamrl/cli/test_stops.py::test_sigterm_while_the_demo_starts_leaves_no_process_behind",
         ),
     ),
     Case(
@@ -509,7 +508,7 @@ CASES = (
         "",
         (
             "consumers/training/checkpoints/test_objects.py::"
-            "test_what_a_superseded_trainer_uploads_late_is_not_taken_for_its_successor_s",
+            "test_a_late_upload_of_a_superseded_trainer_is_not_taken_for_its_successors",
             "consumers/training/checkpoints/test_objects.py::"
             "test_a_trainer_that_stood_still_clears_nothing_of_its_successor_s_upload",
             "consumers/training/checkpoints/test_local.py",
@@ -586,11 +585,9 @@ CASES = (
         ),
         "`told of an end that was undone: started again`; the coordinator's exit code 6",
         (
-            "coordinator/test_coordinator.py::"
-            "test_an_end_that_is_undone_while_it_is_told_is_an_error_once_it_is_announced_that_the_run_goes_on",
+            "coordinator/test_coordinator.py::test_an_end_undone_during_its_announcement_is_an_error",
             "deploy/local/test_supervisor.py::test_processes_that_left_at_an_undone_end_are_restarted",
-            "simulation/test_simulation.py::"
-            "test_who_left_at_an_end_that_a_restore_undoes_comes_back_and_the_run_ends_well",
+            "simulation/test_simulation.py::test_processes_that_left_at_an_undone_end_come_back_and_the_run_ends_well",
         ),
     ),
     Case(
@@ -654,7 +651,7 @@ CASES = (
         "",
         (
             "consumers/training/test_trainer_failures.py::"
-            "test_a_refused_step_names_its_records_and_the_next_one_counts_anew",
+            "test_a_refused_step_names_its_records_and_the_next_one_counts_from_zero",
             "consumers/training/test_step.py::test_a_spiking_gradient_is_not_applied",
         ),
     ),
@@ -697,7 +694,7 @@ CASES = (
         "a reward forks, allocates, writes or connects without end",
         "`rewards.max_…` and `rewards.network` bound it. Only that sample fails.",
         "",
-        ("producers/rewards/test_sandbox.py::test_what_a_hostile_reward_takes_is_bounded_and_its_own_failure",),
+        ("producers/rewards/test_sandbox.py::test_a_hostile_reward_hits_limits_and_only_its_own_call_fails",),
     ),
     Case(
         "C11",
@@ -740,7 +737,7 @@ CASES = (
         (
             "producers/environments/test_driver.py::test_only_the_served_policy_ends_groups",
             "producers/environments/test_driver.py::test_groups_before_a_promoted_policy_are_not_awaited",
-            "producers/gateway/test_feedback.py::test_feedback_is_told_which_policy_it_trains",
+            "producers/gateway/test_feedback.py::test_the_answer_to_feedback_names_the_trained_policy",
             "policies/test_evaluating.py::test_a_promotion_is_not_missed_while_the_past_is_read",
         ),
     ),
@@ -762,7 +759,7 @@ CASES = (
             "producers/evaluation/test_worker_samples.py::"
             "test_no_completion_mixes_two_policies_though_orders_come_while_evaluation_delays_an_arm",
             "producers/evaluation/test_evaluator.py::"
-            "test_what_a_worker_declines_is_ordered_elsewhere_at_once_and_is_no_loss",
+            "test_a_declined_order_is_sent_elsewhere_at_once_and_counts_as_no_loss",
             "weights/test_shared_weights.py::"
             "test_deltas_of_two_arms_of_the_same_numbers_are_each_applied_to_its_own_base",
             "simulation:splits",
@@ -776,7 +773,7 @@ CASES = (
         "exit code 2",
         (
             "policies/test_role_instance_trainer.py::test_a_name_is_held_once",
-            "policies/test_role_instance_trainer.py::test_of_two_that_come_at_once_one_holds_the_name",
+            "policies/test_role_instance_trainer.py::test_one_of_several_simultaneous_holders_gets_the_name",
             "policies/test_role_instance_trainer.py::"
             "test_a_name_is_free_at_once_when_it_was_given_back_and_after_a_while_when_its_command_died",
             "pipeline/test_attached_run.py",
@@ -831,7 +828,7 @@ CASES = (
             "test_a_pointless_run_is_refused_with_one_of_the_prompts_that_cannot_be_sampled",
             "consumers/ingest/test_breaker.py::"
             "test_refused_prompts_are_skipped_by_that_name_and_all_of_them_end_the_trainer",
-            "pipeline/test_emulated_run.py::test_prompts_none_of_which_can_be_sampled_end_the_run_with_one_line",
+            "pipeline/test_emulated_run.py::test_a_run_whose_prompts_cannot_be_sampled_ends_with_one_line",
         ),
     ),
     Case(
@@ -929,7 +926,7 @@ CASES = (
         "`weights not exported`, with the lineage that was found",
         (
             "weights/test_export.py",
-            "policies/test_following_trainer.py::test_what_it_would_export_late_is_refused_and_it_trains_on",
+            "policies/test_following_trainer.py::test_a_late_export_of_a_former_policy_is_refused_and_it_trains_on",
             "policies/test_following_trainer.py::test_its_lineages_begin_above_all_that_lies_where_its_weights_go",
         ),
     ),
@@ -957,7 +954,7 @@ CASES = (
         "",
         (
             "weights/test_shared_weights.py::test_another_goes_on_where_a_worker_died",
-            "weights/test_shared_weights.py::test_a_worker_that_stands_still_is_not_waited_for",
+            "weights/test_shared_weights.py::test_a_stalled_worker_is_not_waited_for",
         ),
     ),
     Case(
@@ -967,7 +964,7 @@ CASES = (
         "",
         (
             "chaos/crashing/test_crash_points.py::test_a_trainer_killed_at_a_point_of_its_commit_resumes_bit_equal",
-            "consumers/training/test_background_export.py::test_whatever_is_announced_can_be_fetched",
+            "consumers/training/test_background_export.py::test_every_announced_version_can_be_fetched",
         ),
     ),
     Case(
@@ -1019,8 +1016,7 @@ CASES = (
         (
             "weights/sending/test_sender.py::test_a_failed_turn_ends_its_session",
             "weights/sending/test_sender.py::test_a_collective_without_end_ends_the_sender",
-            "producers/generation/engines/test_vllm_transfer.py::"
-            "test_what_arrives_otherwise_than_it_was_sent_ends_the_engine",
+            "producers/generation/engines/test_vllm_transfer.py::test_weights_that_arrive_damaged_end_the_engine",
         ),
     ),
     Case(
@@ -1030,8 +1026,8 @@ CASES = (
         "",
         (
             "producers/gateway/test_clients.py::test_no_request_makes_the_gateway_fail",
-            "producers/gateway/test_door.py::test_what_cannot_be_done_is_refused_in_words",
-            "producers/gateway/test_door.py::test_a_mistake_of_ours_is_told_without_its_details",
+            "producers/gateway/test_door.py::test_unsupported_requests_are_refused_with_a_reason",
+            "producers/gateway/test_door.py::test_an_internal_error_is_reported_without_details",
         ),
     ),
     Case(
@@ -1057,7 +1053,7 @@ CASES = (
         "The gateway answers 503 with `Retry-After`, or 502. No request hangs. Requests need no broker.",
         "",
         (
-            "producers/gateway/test_gateway.py::test_without_a_worker_requesters_are_told_so",
+            "producers/gateway/test_gateway.py::test_without_a_worker_requests_are_refused_with_the_reason",
             "producers/gateway/test_gateway.py::"
             "test_done_is_sent_once_also_behind_the_error_of_a_request_that_takes_too_long",
             "producers/gateway/test_gateway.py::test_a_failed_engine_is_asked_again_from_the_last_token_on",
@@ -1098,7 +1094,7 @@ CASES = (
         ),
         "",
         (
-            "producers/gateway/test_gateway.py::test_of_200_streams_none_ends_with_a_worker",
+            "producers/gateway/test_gateway.py::test_two_hundred_streams_continue_after_their_worker_is_lost",
             "producers/gateway/test_gateway.py::test_a_lost_worker_loses_no_request",
             "producers/gateway/test_gateway.py::test_without_another_worker_a_stream_ends_with_a_clear_error",
         ),
@@ -1143,7 +1139,7 @@ CASES = (
         (
             "contract/test_mixed_versions.py",
             "consumers/training/test_identity.py::"
-            "test_a_run_says_the_newest_wire_version_that_held_it_and_who_is_too_far_off_neither_holds_nor_joins_it",
+            "test_a_process_of_a_distant_wire_version_can_neither_hold_nor_join_a_run",
         ),
     ),
     Case(

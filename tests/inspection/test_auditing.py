@@ -168,7 +168,7 @@ async def test_an_audit_reads_topics_in_the_order_in_which_they_refer_to_each_ot
     assert asked[:6] == ["checkpoints", *(topic.full_name(RUN) for topic in topics)]
 
 
-async def test_an_audit_that_a_record_ends_lets_go_of_the_topics(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_audit_that_fails_on_a_record_closes_its_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     bus = await _filled(busy_world(1))
     publisher = await bus.publisher("p")
     unnumbered = SkipRecord.model_validate(

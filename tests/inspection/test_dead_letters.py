@@ -130,14 +130,14 @@ async def test_undecodable_records_are_refused_unless_it_is_forced() -> None:
     ],
     ids=["cut", "of another topic", "with a partition that is none", "without headers"],
 )
-async def test_what_cannot_be_sent_is_refused_even_by_force(dead_letter: Outgoing) -> None:
+async def test_records_that_cannot_be_sent_are_refused_even_with_force(dead_letter: Outgoing) -> None:
     bus = await _bus(dead_letter)
     (outcome,) = await _retry(bus, force=True)
     assert outcome.action is RetryAction.REFUSED
     assert await _sent(bus) == []
 
 
-async def test_offsets_that_name_no_dead_letter_are_told() -> None:
+async def test_offsets_without_a_dead_letter_are_reported() -> None:
     bus = await _bus(whole())
     plan, missing = await retry(bus, follower(bus), {0, 3, 9})
     assert [outcome.action for outcome in plan] == [RetryAction.WOULD_SEND]
@@ -167,7 +167,7 @@ async def test_one_of_two_concurrent_retries_sends(monkeypatch: pytest.MonkeyPat
     assert len(await _sent(bus)) == 1
 
 
-async def test_who_is_always_shut_out_gives_up_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_retry_that_is_always_fenced_gives_up_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     bus = await _bus(whole(1, 0))
     plan = dead_letters.plan_retries
 

@@ -15,7 +15,7 @@ def test_the_environment_names_hardware_versions_and_no_path() -> None:
     assert not any("/home" in text or "/root" in text for text in found.values())
 
 
-def test_a_commit_is_told_with_whether_files_were_changed(tmp_path: Path) -> None:
+def test_a_commit_is_named_with_whether_files_were_changed(tmp_path: Path) -> None:
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run([*git, "init", "-q"], check=True)
     (tmp_path / "f").write_text("one")

@@ -35,7 +35,7 @@ def finished(command: "subprocess.Popen[str]") -> int:
         return command.wait(10)
 
 
-def test_it_takes_only_what_nobody_else_wants() -> None:
+def test_the_process_runs_at_the_lowest_priority() -> None:
     command, worker = started(TEN_MINUTES)
     assert psutil.Process(worker).nice() == NICENESS
     command.terminate()
@@ -99,7 +99,7 @@ def test_signals_reach_the_work(number: signal.Signals) -> None:
     assert finished(command) == 7
 
 
-def test_the_work_stands_still_while_the_command_does() -> None:
+def test_the_worker_is_suspended_with_its_command() -> None:
     command, worker = started(TEN_MINUTES)
     command.send_signal(signal.SIGTSTP)
     wait_for(worker, psutil.STATUS_STOPPED)
@@ -140,7 +140,7 @@ class Knot:
         self.me = self
 
 
-def test_what_is_built_is_left_alone_and_later_cycles_are_still_found(collector_as_before: None) -> None:
+def test_the_collector_leaves_start_up_objects_alone_and_finds_later_cycles(collector_as_before: None) -> None:
     kept = Knot()
     tune_garbage_collector()
     assert gc.get_freeze_count() > 0

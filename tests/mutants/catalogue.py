@@ -137,7 +137,7 @@ MUTANTS = (
         """        message = make.args[1] if isinstance(make, partial) and len(make.args) > 1 else await make()
 """,
         (
-            f"{TRAINING}/test_background_export.py::test_whatever_is_announced_can_be_fetched",
+            f"{TRAINING}/test_background_export.py::test_every_announced_version_can_be_fetched",
             f"{TRAINING}/test_background_export.py::test_the_next_step_is_computed_while_weights_are_exported",
         ),
     ),
@@ -302,7 +302,7 @@ MUTANTS = (
         "producers/dispatch/recovery.py",
         "            [row for row in self.rows if chain.holds_row(row)],",
         "            self.rows,",
-        ("tests/producers/dispatch/test_recovery.py::test_rows_of_a_lineage_that_was_left_behind_count_for_nothing",),
+        ("tests/producers/dispatch/test_recovery.py::test_rows_of_an_abandoned_lineage_do_not_count",),
     ),
     *RESTARTS,
     *PROMISES,

@@ -250,7 +250,7 @@ INPUTS = (
         "producers/rewards/runner.py",
         "    stated = prompt.content if prompt.stated is None else prompt.stated\n",
         "    stated = prompt.content\n",
-        (f"{REWARDS}/test_runner.py::test_a_function_gets_the_prompt_as_it_stands_in_the_data",),
+        (f"{REWARDS}/test_runner.py::test_a_reward_gets_the_prompt_as_the_data_has_it",),
     ),
     # A row that no order can carry ends the run when its turn comes.
     Mutant(
@@ -276,7 +276,7 @@ INPUTS = (
         "producers/evaluation/results.py",
         "sum(positive.values()) if passes_at is None else passes_at)",
         "1.0 if passes_at is None else passes_at)",
-        (f"{RESULTS}::test_what_passes_is_all_rewards_or_the_named_one_or_the_sum_that_is_set",),
+        (f"{RESULTS}::test_a_completion_passes_by_all_rewards_by_a_named_one_or_by_their_sum",),
     ),
     Mutant(
         "70b",

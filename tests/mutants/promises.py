@@ -46,7 +46,7 @@ PROMISES = (
         "consumers/training/identity.py",
         "    is_ours = there is None or moves_in or holds or takes_over\n",
         "    is_ours = True\n",
-        (f"{TRAINING}/test_identity.py::test_where_they_differ_one_line_says_what_was_found_and_the_ways_on",),
+        (f"{TRAINING}/test_identity.py::test_differing_identities_give_one_line_with_the_ways_on",),
     ),
     # A directory that lost its checkpoints begins anew under the lineages that the topics have seen.
     Mutant(
@@ -55,7 +55,7 @@ PROMISES = (
         "consumers/training/identity.py",
         "    is_behind = start.topics.lineage > known or not _knows_claim(start)\n",
         "    is_behind = start.topics.lineage > known > 0 or not _knows_claim(start)\n",
-        (f"{TRAINING}/test_identity.py::test_where_they_differ_one_line_says_what_was_found_and_the_ways_on",),
+        (f"{TRAINING}/test_identity.py::test_differing_identities_give_one_line_with_the_ways_on",),
     ),
     # A run that was adopted without a checkpoint trains the samples of the life before.
     Mutant(
@@ -67,7 +67,7 @@ PROMISES = (
         (
             f"{TRAINING}/test_identity.py::"
             "test_an_adopted_run_begins_above_all_lineages_and_trains_nothing_of_the_earlier_life",
-            f"{TRAINING}/test_identity.py::test_where_all_agree_or_it_is_told_to_the_run_goes_on",
+            f"{TRAINING}/test_identity.py::test_a_run_continues_if_identities_agree_or_adoption_is_ordered",
         ),
     ),
     # Two places of checkpoints give the same number to two trainers of one run.
@@ -103,7 +103,7 @@ PROMISES = (
         "consumers/training/identity.py",
         "            if topics.end > mark.offset:\n",
         "            if topics.end >= 0:\n",
-        (f"{TRAINING}/test_identity.py::test_a_node_that_lags_behind_is_waited_for_before_a_lineage_is_claimed",),
+        (f"{TRAINING}/test_identity.py::test_a_lagging_node_is_waited_for_before_a_lineage_is_claimed",),
     ),
     # The lease of a worker whose clock is behind is over when it begins.
     Mutant(
@@ -124,10 +124,7 @@ PROMISES = (
     directory.write_config(as_toml(settings))
     with broker_for(settings.kafka.bootstrap_servers, print, directory.kafka) as address:
 """,
-        (
-            "tests/deploy/local/test_refused_start.py::"
-            "test_a_second_start_beside_a_run_with_a_broker_of_its_own_changes_no_file",
-        ),
+        ("tests/deploy/local/test_refused_start.py::test_a_second_start_of_a_running_run_changes_no_file",),
     ),
     # The resolved file shall give the same run again, and has the password in it.
     Mutant(
@@ -212,7 +209,7 @@ PROMISES = (
         "each if each.isprintable() or each in keep else",
         'each if each.isprintable() or each in keep or each == "\\x1b" else',
         (
-            "tests/schemas/test_plain_text.py::test_what_a_terminal_would_obey_is_written_out",
+            "tests/schemas/test_plain_text.py::test_control_characters_are_written_out",
             "tests/schemas/test_plain_text.py::test_printed_text_cannot_control_the_terminal",
         ),
     ),
@@ -304,7 +301,7 @@ PROMISES = (
         "streamrl/weights/relay/transfer.py",
         "{weights_path(self.ready.series)}",
         "{weights_path()}",
-        ("tests/weights/test_relay_tier.py::test_what_is_damaged_of_an_arm_is_not_passed_on",),
+        ("tests/weights/test_relay_tier.py::test_damaged_weights_of_an_arm_are_not_passed_on",),
     ),
     # Hosts with memory of an earlier run of that name fetch nothing, and send their workers to the store.
     Mutant(
@@ -330,7 +327,7 @@ PROMISES = (
         "streamrl/weights/cache.py",
         " or sha256_of(aside) != file.sha256:",
         ":",
-        ("tests/weights/test_shared_weights.py::test_what_cannot_be_linked_is_fetched",),
+        ("tests/weights/test_shared_weights.py::test_weights_that_cannot_be_linked_are_fetched",),
     ),
     Mutant(
         "48k",
@@ -354,7 +351,7 @@ PROMISES = (
         "streamrl/weights/cache.py",
         "            _delete_unused(root, lambda version: True)\n",
         "            _delete_unused(root, lambda version: version is None)\n",
-        ("tests/weights/test_shared_weights.py::test_of_another_run_of_the_name_nothing_stays_but_what_is_used",),
+        ("tests/weights/test_shared_weights.py::test_another_run_of_the_same_name_removes_all_unused_weights",),
     ),
     # A completion has tokens of two policies, and says that it has those of one.
     Mutant(
@@ -371,7 +368,9 @@ PROMISES = (
         "producers/generation/partials.py",
         "(chunk.prompt_hash, chunk.policy) == wanted)",
         "(chunk.prompt_hash, order.policy) == wanted)",
-        ("tests/producers/generation/test_partials.py::test_what_another_policy_sampled_is_not_gone_on_with",),
+        (
+            "tests/producers/generation/test_partials.py::test_a_half_done_completion_of_another_policy_is_not_continued",
+        ),
     ),
     # The step that it has a checkpoint of is never reported.
     Mutant(
@@ -382,7 +381,7 @@ PROMISES = (
         "(error is None or isinstance(error, BusError)):\n",
         (
             "tests/policies/test_following_trainer.py::"
-            "test_behind_the_end_an_error_of_a_broker_that_answers_is_one_and_the_instance_is_started_again",
+            "test_an_error_after_the_runs_end_restarts_the_instance_while_its_broker_answers",
         ),
     ),
     # Whoever goes on samples the last tokens once more, and another's stay unread.
@@ -401,7 +400,7 @@ PROMISES = (
         "producers/dispatch/fleet.py",
         "            if flight.order.attempt == released.attempt and flight.missing <= samples:\n",
         "            if flight.order.attempt == released.attempt:\n",
-        ("tests/producers/dispatch/test_moving.py::test_what_is_whole_is_waited_for_and_not_ordered_again",),
+        ("tests/producers/dispatch/test_moving.py::test_whole_samples_are_waited_for_and_not_ordered_again",),
     ),
     # A worker of the tail with a full batch is as slow as those that were to be relieved.
     Mutant(
@@ -440,10 +439,7 @@ PROMISES = (
         "producers/dispatch/fleet.py",
         "not flight.missing or flight.order.attempt > released.attempt:\n",
         "not flight.missing or flight.order.attempt >= released.attempt:\n",
-        (
-            "tests/producers/dispatch/test_moving.py::"
-            "test_what_was_let_go_is_settled_once_another_order_says_where_it_is_and_not_before",
-        ),
+        ("tests/producers/dispatch/test_moving.py::test_a_release_is_settled_once_another_order_names_its_place",),
     ),
     # Heartbeats name it for ever, and its tokens hold back where the worker's records begin.
     Mutant(
@@ -487,7 +483,7 @@ PROMISES = (
         "            releasing = tasks.create_task(later(group_id, attempt, own, logs))\n",
         (
             "tests/producers/generation/test_releases.py::"
-            "test_a_sample_that_turns_whole_as_it_is_taken_back_is_let_go_or_delivered",
+            "test_a_sample_that_ends_during_its_release_is_released_or_delivered",
         ),
     ),
     # Its samples are taken for those that are leaving, and nobody samples them.
@@ -497,10 +493,7 @@ PROMISES = (
         "producers/generation/worker.py",
         "        if any(group_id == order.group_id for group_id, _ in self._releasing):\n",
         "        if any(not group_id for group_id, _ in self._releasing):\n",
-        (
-            "tests/producers/generation/test_releases.py::"
-            "test_a_later_attempt_that_comes_while_one_is_let_go_of_is_begun_behind_it",
-        ),
+        ("tests/producers/generation/test_releases.py::test_a_later_attempt_during_a_release_starts_after_it",),
     ),
     # The worker that had a group before it was moved is waited for, and then another samples it once more.
     Mutant(
@@ -518,10 +511,7 @@ PROMISES = (
         "producers/generation/worker.py",
         "            await self.executor.partials.open()\n",
         "            pass\n",
-        (
-            "tests/producers/generation/test_partials.py::"
-            "test_what_a_worker_leaves_lies_behind_what_was_there_when_it_started",
-        ),
+        ("tests/producers/generation/test_partials.py::test_chunks_of_a_worker_are_looked_for_only_after_its_start",),
     ),
     # A gateway that stops closes its database under a thread that writes to it, and dies of SIGSEGV.
     Mutant(

@@ -80,7 +80,9 @@ RESTARTS = (
         "consumers/training/trainer.py",
         "            ledger.mark_skipped(group, SkipReason.FILTERED, outcome.problem)\n",
         "            ledger.mark_trained(sample.ref for sample in group.samples)\n",
-        (f"{TRAINING}/test_trainer_failures.py::test_a_refused_step_names_its_records_and_the_next_one_counts_anew",),
+        (
+            f"{TRAINING}/test_trainer_failures.py::test_a_refused_step_names_its_records_and_the_next_one_counts_from_zero",
+        ),
     ),
     # Retention deleted records, the user accepts that, and no topic says which they were.
     Mutant(
@@ -91,7 +93,7 @@ RESTARTS = (
         "            _ = (ref, None, reason, detail, ",
         (
             f"{INGEST}/test_ledger.py::test_a_lost_stretch_gets_a_row_for_each_part_that_was_not_finished",
-            f"{INGEST}/test_opening.py::test_an_accepted_hole_gets_one_row_and_reading_goes_on_behind_it",
+            f"{INGEST}/test_opening.py::test_an_accepted_hole_gets_one_row_and_reading_continues_after_it",
         ),
     ),
     # Samples of one step more than the bound are trained.
@@ -216,7 +218,7 @@ RESTARTS = (
         f"{STORAGE}/store.py",
         "                lineage.check()\n                self.storage.remove(slot)\n",
         "                self.storage.remove(slot)\n",
-        (f"{CHECKPOINTS}/test_local.py::test_whoever_forgets_old_checkpoints_late_forgets_nothing_of_a_newer_trainer",),
+        (f"{CHECKPOINTS}/test_local.py::test_a_late_prune_removes_no_checkpoint_of_a_newer_trainer",),
     ),
     # Files of the right size are taken for the ones that were written.
     Mutant(
@@ -252,7 +254,7 @@ RESTARTS = (
         "consumers/ingest/opening.py",
         "        if held:\n            await self._compare(held)\n",
         "",
-        (f"{INGEST}/test_opening.py::test_a_topic_made_anew_is_told_by_a_record_below_the_frontier",),
+        (f"{INGEST}/test_opening.py::test_a_recreated_topic_is_recognised_by_a_record_below_the_frontier",),
     ),
     # Groups are closed by the weights they were ordered for and no clock is asked; where one is, time in which nobody
     # could be heard must not count: not for the leases of workers.
@@ -262,7 +264,7 @@ RESTARTS = (
         "schemas/liveness.py",
         "            last.at += seconds\n",
         "            last.at += 0.0\n",
-        ("tests/producers/dispatch/test_workers.py::test_our_own_silence_costs_nobody_a_lease",),
+        ("tests/producers/dispatch/test_workers.py::test_a_pause_of_our_own_expires_no_lease",),
     ),
     # Nor does time in which the broker was away.
     Mutant(

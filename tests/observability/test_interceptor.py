@@ -68,7 +68,7 @@ async def all_of(bus: Bus) -> Sequence[Record]:
     return await subscription.poll()
 
 
-def test_nothing_is_wrapped_when_nobody_observes() -> None:
+def test_nothing_is_wrapped_without_observers() -> None:
     bus = MemoryBus()
     assert observed(bus) is bus
 
@@ -146,7 +146,7 @@ async def test_observing_never_fails(fails: str) -> None:
     assert fine.steps == ["sending", "accepted", "settled", "received"] * 2
 
 
-async def test_whatever_else_a_client_does_is_the_inner_one_s() -> None:
+async def test_other_calls_of_an_observed_client_go_to_the_inner_one() -> None:
     bus = with_topic(MemoryBus())
     around: Bus = observed(bus, Watcher())
     publisher = await around.publisher("p")

@@ -38,7 +38,7 @@ Version = namedtuple("Version", "major minor micro releaselevel serial")
 @pytest.mark.parametrize(
     ("version", "words"), [((3, 9, 18), "CPython 3.11 to 3.14"), ((3, 15, 0), "no wheels for a newer one")]
 )
-def test_a_python_outside_the_range_is_told_the_range_and_how_to_choose(
+def test_a_python_outside_the_range_gives_the_range_and_how_to_choose(
     version: tuple[int, int, int], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "version_info", Version(*version, "final", 0))
@@ -49,7 +49,7 @@ def test_a_python_outside_the_range_is_told_the_range_and_how_to_choose(
     assert "PYTHON=" in said
 
 
-def test_a_missing_venv_is_told_with_the_package_that_has_it(
+def test_a_missing_venv_module_is_named_with_its_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = builtins.__import__
@@ -64,7 +64,7 @@ def test_a_missing_venv_is_told_with_the_package_that_has_it(
 
 
 @pytest.mark.parametrize(("version", "words"), [(None, "musl"), ((2, 17), "glibc 2.17")])
-def test_a_c_library_without_wheels_is_told(
+def test_a_c_library_without_wheels_is_named(
     version: tuple[int, int] | None, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(can_set_up, "libc", lambda: version)
@@ -81,13 +81,13 @@ def test_vllm_needs_a_newer_c_library_than_the_rest(
     assert "wheels of vLLM" in _said(capsys, "--vllm")
 
 
-def test_a_machine_without_wheels_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_without_wheels_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "i686")
     monkeypatch.setattr(sys, "maxsize", 2**31 - 1)
     assert "got 32-bit Linux on i686" in _said(capsys)
 
 
-def test_a_full_disk_is_told_also_where_the_directory_is_not_there_yet(
+def test_a_full_disk_is_reported_before_the_directory_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "not" / "yet"))

@@ -31,7 +31,7 @@ def test_a_lock_has_versions_only_and_nothing_without_a_wheel(path: Path) -> Non
     assert not names(path) & set(WITHOUT_WHEEL)
 
 
-def test_what_is_left_out_of_the_locks_is_what_the_data_sets_do_without() -> None:
+def test_packages_without_wheels_are_left_out_of_the_locks() -> None:
     assert names(ROOT / "requirements-overrides.txt") == set(WITHOUT_WHEEL)
 
 
@@ -59,7 +59,7 @@ def test_the_base_has_neither_the_optional_packages_nor_those_of_tests_and_manua
         ("requirements-test.txt", "requirements-dev.txt"),
     ],
 )
-def test_what_is_added_changes_no_version_of_what_is_there(smaller: str, larger: str) -> None:
+def test_larger_requirements_keep_the_versions_of_smaller_ones(smaller: str, larger: str) -> None:
     """So that nothing is installed twice, and tests run on what the demo runs on."""
     assert not set(lines(ROOT / smaller)) - set(lines(ROOT / larger))
 

@@ -72,7 +72,7 @@ def too_long_prompts(directory: Path, name: str) -> Path:
     return config
 
 
-def test_prompts_none_of_which_can_be_sampled_end_the_run_with_one_line(tmp_path: Path, bootstrap_servers: str) -> None:
+def test_a_run_whose_prompts_cannot_be_sampled_ends_with_one_line(tmp_path: Path, bootstrap_servers: str) -> None:
     name = "emulated-all-bad"
     options = (f"--kafka.bootstrap_servers={bootstrap_servers}", "--generation.max_model_len=30", "--run.workers=1")
     run = LocalRun.start(too_long_prompts(tmp_path, name), name, *options)

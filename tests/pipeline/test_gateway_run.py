@@ -181,7 +181,7 @@ def a_run(start: Start, port: int, **sections: dict[str, Any]) -> LocalRun:
     )
 
 
-async def test_what_feedback_rewards_the_policy_soon_says(start: Start) -> None:
+async def test_the_policy_learns_what_feedback_rewards(start: Start) -> None:
     (port,) = free_ports(1)
     # One episode at a time: a few of a step's groups, so that it is still the requester's rewards that teach.
     games = {"names": ["guess"], "max_concurrent": 1}
@@ -190,7 +190,7 @@ async def test_what_feedback_rewards_the_policy_soon_says(start: Start) -> None:
     await asyncio.to_thread(check_the_game, run)
 
 
-async def test_an_agent_that_knows_nothing_of_ours_is_trained_by_its_sessions(
+async def test_an_agent_without_our_code_is_trained_by_its_sessions(
     start: Start, tiny_model: Path, tmp_path: Path
 ) -> None:
     (port,) = free_ports(1)

@@ -34,7 +34,7 @@ def test_a_wrong_key_is_named_with_the_nearest_right_one(tmp_path: Path, tiny_mo
     assert_one_clear_line(done, "loop.max_stalenes", "did you mean loop.max_staleness")
 
 
-def test_a_wrong_value_is_named_with_what_was_got(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_wrong_value_is_named_and_quoted(tmp_path: Path, tiny_model: Path) -> None:
     done = ended("run", config_with(tmp_path, tiny_model), "--loop.groups_per_step=none")
     assert_one_clear_line(done, "loop.groups_per_step", "'none'")
 

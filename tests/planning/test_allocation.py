@@ -35,7 +35,7 @@ def test_candidates_come_fastest_first() -> None:
     assert (found[0].workers, found[0].trainers) == (5, 3)
 
 
-def test_of_two_sites_the_faster_stage_gives_devices_back() -> None:
+def test_the_faster_stage_of_two_sites_leaves_devices_unused() -> None:
     split = two_sites(32, 16, lambda x: 640 / x, lambda y: 640 / y, overlapped)
     assert (split.workers, split.trainers) == (16, 16)
     split = two_sites(8, 16, lambda x: 640 / x, lambda y: 640 / y, overlapped)

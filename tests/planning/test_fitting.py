@@ -86,7 +86,7 @@ def test_a_prefill_takes_a_time_of_its_own_and_one_for_each_token() -> None:
     assert fit_prefill([]) == (0.0, 0.0, [])
 
 
-def test_training_costs_are_told_apart() -> None:
+def test_training_costs_are_measured_separately() -> None:
     def seconds(passes: int, tokens: int, squares: int) -> float:
         return 1e-5 * tokens + 2e-9 * squares + 0.004 * passes + 0.03
 

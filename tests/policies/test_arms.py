@@ -141,7 +141,7 @@ async def test_an_arm_s_weights_are_named_at_all_relays() -> None:
     assert found.relays[:2] == ("http://h1:1", "http://h2:1")
 
 
-async def test_a_split_that_is_over_deals_nobody() -> None:
+async def test_an_ended_split_assigns_no_worker() -> None:
     bus = await with_an_instance()
     async with running(bus):
         await publish(bus, COMMANDS, HALF)

@@ -63,7 +63,7 @@ def test_a_promoted_policy_goes_on_in_the_numbers_that_were_served_also_after_a_
     assert heard("rloo", served("rloo"), announced).standing(None).shift_at(8) == 4
 
 
-def test_a_standing_lasts_as_it_is_though_control_says_otherwise_meanwhile() -> None:
+def test_a_standing_does_not_change_with_later_control_messages() -> None:
     attachment = heard("rloo", ready(4, 9), served("rloo"))
     standing, place = attachment.standing(None), attachment.place
     attachment.hear(served("policy", PolicyVersion(5, 12)))

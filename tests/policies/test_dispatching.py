@@ -76,7 +76,7 @@ def test_each_group_goes_to_a_worker_of_its_arm_and_all_of_a_window_are_sent() -
     assert {worker for worker, _ in sent.values()} == {"w0", "w1", "w2"}
 
 
-def test_what_an_arm_has_not_been_sent_goes_back_when_its_workers_are_gone_or_the_split_is_over() -> None:
+def test_unsent_orders_of_an_arm_go_to_the_served_policy_when_its_workers_or_the_split_end() -> None:
     for is_over in (False, True):
         state, scheduler = harness(**SHARES)
         scheduler.begin_turn(0.0)
@@ -106,7 +106,7 @@ def test_a_worker_that_adopts_for_a_moment_keeps_its_arm_s_groups() -> None:
     assert scheduler.unsent == 0
 
 
-def test_what_is_missing_of_a_group_is_sampled_by_its_arm_as_long_as_somebody_is_there() -> None:
+def test_missing_samples_stay_with_their_arm_while_it_has_workers() -> None:
     state, scheduler = harness(**SHARES)
     scheduler.begin_turn(0.0)
     scheduler.add(pending(*range(40)))
@@ -125,7 +125,7 @@ def test_what_is_missing_of_a_group_is_sampled_by_its_arm_as_long_as_somebody_is
 
 
 @given(st.text("abc/0123456789", min_size=1), st.sets(st.sampled_from(["", "rloo", "long"])))
-def test_a_group_is_held_back_only_if_nobody_is_there(group: str, there: set[str]) -> None:
+def test_a_group_is_held_back_only_without_workers(group: str, there: set[str]) -> None:
     shares = {"rloo": 0.3, "long": 0.3}
     arm = sampling_arm(group, shares, there)
     assert arm in there or not there

@@ -103,7 +103,7 @@ async def test_an_instance_that_is_attached_meanwhile_gets_a_row_and_is_not_take
     assert "pause" in drawn
 
 
-async def test_a_served_instance_that_is_not_heard_is_told_with_what_to_do_until_it_is_heard_again() -> None:
+async def test_a_silent_served_instance_is_reported_with_what_to_do_until_it_returns() -> None:
     bus, scope, now = topics_of(RUN), scope_of(RUN, NAME), time.time()
     for topic in INSTANCE_TOPICS:
         bus.create_topic(topic.full_name(scope), 1)

@@ -91,7 +91,7 @@ async def test_a_promotion_is_not_missed_while_the_past_is_read(harness: Evaluat
 
 
 @pytest.mark.parametrize(("restarted", "moment"), [(False, 0.0), (False, 0.05), (True, 0.0)])
-async def test_of_a_policy_that_is_served_no_longer_nothing_counts_that_was_never_announced(
+async def test_unannounced_versions_of_a_former_served_policy_are_ignored(
     harness: EvaluatorHarness, restarted: bool, moment: float
 ) -> None:
     harness.settings = {"samples": 1}

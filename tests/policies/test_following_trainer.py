@@ -200,7 +200,7 @@ async def test_its_lineages_begin_above_all_that_lies_where_its_weights_go(harne
     assert {path.name for path in (harness.own.root / "weights").iterdir()} == {"7-3", "8-0", "8-1", "8-2"}
 
 
-async def test_what_it_would_export_late_is_refused_and_it_trains_on(
+async def test_a_late_export_of_a_former_policy_is_refused_and_it_trains_on(
     harness: InstanceHarness, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Another policy is promoted, and the former one's trainer has not heard of it."""
@@ -219,7 +219,9 @@ async def test_what_it_would_export_late_is_refused_and_it_trains_on(
     assert {path.name for path in (harness.own.root / "weights").iterdir()} == {"1-0", "2-9"}
 
 
-async def test_attached_from_now_it_leaves_what_was_there_to_one_row_a_partition(harness: InstanceHarness) -> None:
+async def test_an_instance_attached_from_now_skips_earlier_records_with_one_row_a_partition(
+    harness: InstanceHarness,
+) -> None:
     await harness.attach()
     async with harness.running(harness.instance("now")):
         await harness.own.until(lambda: bool(harness.own.reports()) and bool(harness.own.skips()))
@@ -289,7 +291,7 @@ async def test_a_broker_that_goes_away_with_the_run_is_not_waited_for(
         await within(asyncio.shield(task), 10)
 
 
-async def test_behind_the_end_an_error_of_a_broker_that_answers_is_one_and_the_instance_is_started_again(
+async def test_an_error_after_the_runs_end_restarts_the_instance_while_its_broker_answers(
     harness: InstanceHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last step may be in its checkpoint and not reported yet."""
@@ -353,7 +355,7 @@ async def test_the_directory_of_an_instance_of_another_run_is_refused(harness: I
         await replace(role).run(asyncio.Event())
 
 
-async def test_two_instances_and_the_served_trainer_fence_nobody_but_themselves(harness: InstanceHarness) -> None:
+async def test_two_instances_and_the_served_trainer_do_not_fence_each_other(harness: InstanceHarness) -> None:
     await harness.attach()
     served = harness.served.trainer(training=TRAINING)
     stop = asyncio.Event()
@@ -372,7 +374,7 @@ async def test_two_instances_and_the_served_trainer_fence_nobody_but_themselves(
     assert {name: own.trained for name, own in found.items()} == {"grpo": 16, NAME: 16}
 
 
-async def test_the_run_s_own_trainer_rests_behind_its_last_step_heard_and_is_served_again(
+async def test_the_runs_own_trainer_stays_after_its_last_step_and_can_be_served_again(
     harness: InstanceHarness,
 ) -> None:
     """Another policy is served: the end of the own one's steps is not the run's."""

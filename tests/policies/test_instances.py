@@ -93,7 +93,7 @@ async def test_promoted_weights_are_announced_above_all_others_and_a_successor_g
     assert [message.mode for message in controls(bus) if isinstance(message, InstanceState)] == ["run"]
 
 
-async def test_behind_the_last_step_nothing_is_promoted() -> None:
+async def test_nothing_is_promoted_after_the_last_step() -> None:
     """Its trainer is gone: no trainer could be asked to serve again, and the run would never end."""
     bus = new_bus()
     bus.create_topic(STEPS.full_name(scope_of("r", "rloo")), 1)

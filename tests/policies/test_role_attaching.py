@@ -60,7 +60,7 @@ def test_an_instance_has_the_runs_settings_the_preset_of_its_algorithm_and_place
     assert settings.kafka.bootstrap_servers is None  # the address is looked up at each start
 
 
-async def test_a_place_in_the_stream_is_told_by_words_offsets_or_a_time(run: Path, bootstrap_servers: str) -> None:
+async def test_a_place_in_the_stream_is_a_word_an_offset_or_a_time(run: Path, bootstrap_servers: str) -> None:
     connection = RunConnection(KafkaSettings(bootstrap_servers=bootstrap_servers), f"demo{time.time_ns()}")
     topic = TRAJECTORIES.full_name(connection.run)
     partitions = load_settings(run / "config.resolved.toml", [], to_look=True).loop.trajectory_partitions
@@ -93,7 +93,7 @@ def test_without_another_algorithm_it_has_that_of_the_run(run: Path) -> None:
     assert attached(run).algorithm.epsilon == 0.3
 
 
-def test_what_the_run_trains_first_is_not_the_instances_and_cannot_be(run: Path) -> None:
+def test_an_instance_does_not_inherit_the_runs_order_of_groups(run: Path) -> None:
     directory = RunDirectory(run)
     settings = load_settings(directory.config, ["--ingest.sampling=freshest", "--ingest.passed_over=skip"])
     directory.write_config(as_toml(settings))
@@ -110,12 +110,12 @@ def test_a_name_that_is_the_run_trainers_is_refused(run: Path, name: str) -> Non
         instance_settings(connection, run, AttachRequest(name))
 
 
-def test_what_is_no_setting_is_refused(run: Path) -> None:
+def test_an_override_without_a_value_is_refused(run: Path) -> None:
     with pytest.raises(UserError, match=r"expected section.key=value, got 'max_steps'"):
         attached(run, changes=("max_steps",))
 
 
-def test_only_a_trainer_goes_by_an_instances_name(run: Path) -> None:
+def test_only_a_trainer_may_carry_an_instances_name(run: Path) -> None:
     settings = attached(run)
     require_run_role(settings, "trainer")
     with pytest.raises(SettingsError, match=r"expected run.instance to be 'policy' for a worker, got 'second'"):

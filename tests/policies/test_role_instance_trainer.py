@@ -97,7 +97,7 @@ async def test_one_that_dies_too_often_ends_it_with_one_line(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, UserError), (3, Superseded)])
-async def test_what_the_user_can_mend_and_what_was_superseded_is_not_started_again(
+async def test_a_user_error_or_a_superseded_trainer_is_not_restarted(
     tmp_path: Path, code: int, kind: type[StreamRLError]
 ) -> None:
     attached = Attached(tmp_path, f"print('error: it is so', flush=True); raise SystemExit({code})")
@@ -170,7 +170,7 @@ async def test_a_name_is_held_once() -> None:
                     raise AssertionError("it held the name too")
 
 
-async def test_of_two_that_come_at_once_one_holds_the_name() -> None:
+async def test_one_of_several_simultaneous_holders_gets_the_name() -> None:
     bus, held, over = bus_of_an_instance(), list[NameHolder](), asyncio.Event()
 
     async def hold(one: NameHolder) -> None:

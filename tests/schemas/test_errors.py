@@ -36,7 +36,7 @@ def test_a_circle_of_causes_is_gone_through_once(question: Callable[[BaseExcepti
     assert not question(circle)
 
 
-def test_the_causes_of_an_error_are_told_from_what_was_only_handled_then() -> None:
+def test_the_causes_of_an_error_leave_out_errors_that_were_only_being_handled() -> None:
     handled, cause, error = KeyError("handled"), OSError("cause"), ValueError("error")
     error.__cause__, error.__context__, cause.__context__ = cause, TypeError("as well"), handled
     assert [*causes_of(error)] == [error, cause]

@@ -50,7 +50,7 @@ def test_the_working_directory_is_searched_last(tmp_path: Path, monkeypatch: pyt
     del sys.modules["own_task_of_user"]
 
 
-def test_a_module_beside_the_configuration_is_found_by_who_starts_there(
+def test_a_module_next_to_the_configuration_needs_a_start_in_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

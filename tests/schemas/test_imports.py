@@ -30,13 +30,13 @@ class Breaking:
         return "imported"
 
 
-def test_what_is_broken_by_chance_is_called_again() -> None:
+def test_an_import_that_fails_by_chance_is_repeated() -> None:
     breaking = Breaking(2, SystemError(BROKEN))
     assert retry_import(breaking, "library") == "imported"
     assert breaking.calls == 3
 
 
-def test_what_is_always_broken_ends_in_its_error() -> None:
+def test_an_import_that_always_fails_raises_its_error() -> None:
     breaking = Breaking(100, SystemError(BROKEN))
     with pytest.raises(SystemError, match="recursion depth"):
         retry_import(breaking, "library")
@@ -72,7 +72,7 @@ def test_a_function_of_a_user_s_module_that_was_broken_by_chance_is_loaded(
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 11, 8), reason="CPython counts for each thread from 3.11.8 on")
-def test_what_parses_while_another_does_breaks_it_and_that_is_recognised() -> None:
+def test_the_parsers_error_from_a_nested_parse_is_recognised() -> None:
     """What another thread does by chance, a garbage collection within the parser does here each time."""
 
     def parse(_phase: str, _info: object) -> None:

@@ -22,7 +22,7 @@ def row(lineage: int, sequence: int) -> SkipRecord:
     return skip_record(step=5, lineage=lineage, sequence=sequence)
 
 
-def test_of_an_ancestor_counts_what_its_child_went_on_from() -> None:
+def test_an_ancestor_holds_only_the_steps_that_its_child_resumed_from() -> None:
     chain = SurvivingSteps([first_report(1, 0), first_report(2, 4, PolicyVersion(1, 4), parent_skips=7)]).chain
     assert [chain.holds(PolicyVersion(1, number)) for number in (4, 5)] == [True, False]
     assert [chain.holds_row(row(1, number)) for number in (7, 8)] == [True, False]
@@ -30,7 +30,7 @@ def test_of_an_ancestor_counts_what_its_child_went_on_from() -> None:
     assert chain.holds_row(row(2, 900))
 
 
-def test_who_goes_back_and_then_forward_again_has_the_undone_steps_again() -> None:
+def test_resuming_from_an_undone_step_brings_it_back() -> None:
     steps = SurvivingSteps([first_report(1, 0), first_report(2, 2, PolicyVersion(1, 2))])
     assert not steps.chain.holds(PolicyVersion(1, 6))
     steps.add(first_report(3, 6, PolicyVersion(1, 6)))
@@ -38,14 +38,14 @@ def test_who_goes_back_and_then_forward_again_has_the_undone_steps_again() -> No
     assert not steps.chain.holds(PolicyVersion(2, 3))
 
 
-def test_nothing_tells_what_became_of_lineages_before_one_whose_start_is_gone() -> None:
+def test_lineages_before_a_missing_start_are_unknown() -> None:
     """Retention took its first report, so its parent is unknown; and of a lineage to come nothing is known yet."""
     chain = SurvivingSteps([first_report(7, 40, PolicyVersion(5, 40))]).chain
     held = {lineage: chain.holds(PolicyVersion(lineage, 41)) for lineage in (0, 3, 5, 6, 7, 8)}
     assert held == {0: True, 3: True, 5: False, 6: False, 7: True, 8: True}
 
 
-def test_what_older_lineages_say_of_another_cluster_does_not_count() -> None:
+def test_reports_of_lineages_on_another_cluster_do_not_count() -> None:
     """A lineage that went on here from another cluster says itself which records were finished there."""
     chain = SurvivingSteps([first_report(1, 0), first_report(3, 4, PolicyVersion(2, 4), carried_parts=1)]).chain
     assert (chain.begin, [link.lineage for link in chain.links]) == (3, [3])

@@ -8,7 +8,7 @@ from streamrl.schemas.plain_text import plain_json, plain_lines, plain_text
 HOSTILE = "a\x1b]0;title\x07\x1b[2J\x9b31m\x7f\u202eb\u2066c\r\n\td\x00\ud800\u200be"
 
 
-def test_what_a_terminal_would_obey_is_written_out() -> None:
+def test_control_characters_are_written_out() -> None:
     shown = plain_text(HOSTILE)
     assert shown.isprintable()
     assert shown == (r"a\x1b]0;title\x07\x1b[2J\x9b31m\x7f\u202eb\u2066c\r\n\td\x00\ud800\u200be")

@@ -90,7 +90,7 @@ def test_simultaneous_signals_count_once() -> None:
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_what_is_held_is_done_before_it_is_interrupted(name: str) -> None:
+def test_a_held_block_ends_before_an_interrupt_is_raised(name: str) -> None:
     code = f"""
 signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
@@ -105,7 +105,7 @@ except KeyboardInterrupt:
     assert ended(code).stdout == "whole\ninterrupted\n"
 
 
-def test_a_request_that_somebodys_clean_up_swallowed_is_told_again() -> None:
+def test_a_stop_signal_swallowed_by_clean_up_is_delivered_again() -> None:
     code = f"""
 class Swallows:
     def __del__(self):

@@ -137,7 +137,7 @@ def test_an_algorithm_is_chosen_with_its_own_section(tmp_path: Path) -> None:
     assert load_settings(write(tmp_path, as_toml(settings)), []) == settings
 
 
-def test_what_means_nothing_is_not_written(tmp_path: Path) -> None:
+def test_settings_without_effect_are_not_written(tmp_path: Path) -> None:
     path = write(tmp_path, BASE + "[loop]\nmax_staleness = 2\n")
     text = as_toml(load_settings(path, ["--loop.mode", "stream"]))
     assert "max_staleness" not in text

@@ -60,7 +60,7 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
         from_toml(broken)
 
 
-def test_inputs_are_found_beside_the_file_that_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_are_found_next_to_the_file_that_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = tmp_path / "task"
     (task / "model").mkdir(parents=True)
     (task / "prompts.jsonl").write_text("")

@@ -73,7 +73,7 @@ def test_eight_devices_go_to_the_trainer_and_to_as_many_workers_as_fit() -> None
     }
 
 
-def test_what_is_given_stands_and_the_rest_is_placed_around_it() -> None:
+def test_given_devices_are_kept_and_the_rest_is_placed_around_them() -> None:
     given = ("--placement.trainer=[3]", "--placement.rewards=[0]", "--run.workers=2")
     found = environments(4, *given)
     assert [found[name]["CUDA_VISIBLE_DEVICES"] for name in ("trainer", "worker-0", "worker-1")] == ["3", "1", "2"]
@@ -87,7 +87,7 @@ def test_what_is_given_stands_and_the_rest_is_placed_around_it() -> None:
     assert [worker.devices for worker in placement.workers] == [(1,), (2,), (3,)]
 
 
-def test_threads_are_those_that_were_set_and_beside_a_device_the_trainers_part_of_the_cores() -> None:
+def test_threads_are_as_set_or_the_trainers_share_of_the_cores_next_to_a_device() -> None:
     def threads(devices: int, *arguments: str, cores: int = 64) -> tuple[int, int]:
         placement = fitted(devices, "--run.workers=1", *arguments, cores=cores)[1]
         return placement.trainer.threads, placement.worker(0).threads
@@ -180,7 +180,7 @@ def test_devices_are_those_that_this_process_sees_as_it_numbers_them(seen: str |
     assert [device.visible for device in devices] == found
 
 
-def test_devices_are_told_with_their_memory_and_what_they_compute() -> None:
+def test_devices_are_listed_with_their_memory_and_their_dtypes() -> None:
     devices = devices_of(LISTED, None)
     assert [device.memory_bytes >> 20 for device in devices] == [81559, 81559, 16384]
     assert [device.has_bfloat16 for device in devices] == [True, True, False]

@@ -71,7 +71,7 @@ def test_every_scenario_does_the_harm_it_is_named_for_and_every_promise_is_kept(
 
 
 @pytest.mark.parametrize("seed", [372, 424])
-def test_who_left_at_an_end_that_a_restore_undoes_comes_back_and_the_run_ends_well(seed: int) -> None:
+def test_processes_that_left_at_an_undone_end_come_back_and_the_run_ends_well(seed: int) -> None:
     """A moment before all roles have heard of the end, and a moment after."""
     outcome = run_seed(seed, "restores", keep_trace=True)
     assert any(kind == "end undone" for _, kind, _, _ in outcome.trace), "another seed shows it now"
@@ -234,7 +234,7 @@ def test_tokens_of_two_processes_that_are_joined_are_found(monkeypatch: pytest.M
     assert "parts" in rules_broken("partial-trajectories", {"parts"}, first=65)
 
 
-def test_a_restart_that_goes_by_an_older_order_is_found_to_have_tokens_sampled_twice(
+def test_a_restart_by_an_older_order_is_found_to_sample_tokens_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     restore = DispatchState.restore

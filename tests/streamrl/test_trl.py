@@ -46,7 +46,7 @@ def test_whole_groups_come_in_the_shape_that_trl_wants() -> None:
     assert rollouts(["any"] * 2)["group_id"] == ["p/2/0", "p/2/0"]
 
 
-def test_rewards_are_weighted_as_in_the_run_unless_told_otherwise(
+def test_rewards_are_weighted_as_in_the_run_unless_weights_are_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "cache"))

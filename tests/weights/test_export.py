@@ -104,7 +104,7 @@ def test_a_version_is_never_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_what_an_older_lineage_exports_late_is_refused_and_what_is_there_stays(
+def test_a_late_export_of_an_older_lineage_is_refused_and_changes_nothing(
     tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = WeightExporter(tmp_path, 1)

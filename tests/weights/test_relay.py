@@ -57,7 +57,7 @@ async def test_a_file_is_served_whole_and_by_range(address: URL) -> None:
             assert await response.read() == CONTENT[99990:]
 
 
-async def test_weights_of_an_arm_are_served_beside_those_of_the_served_policy(tmp_path: Path) -> None:
+async def test_weights_of_an_arm_are_served_next_to_those_of_the_served_policy(tmp_path: Path) -> None:
     weights = fill(tmp_path)
 
     def store_of(arm: str) -> WeightStore:
@@ -136,7 +136,7 @@ async def test_a_version_that_is_deleted_between_being_found_and_being_kept_is_g
         assert response.status == 410
 
 
-async def test_what_was_kept_for_readers_goes_when_the_relay_stops_and_stays_where_another_serves_it(
+async def test_a_stopping_relay_removes_leased_files_unless_another_serves_them(
     tmp_path: Path,
 ) -> None:
     store, stop, (port,) = WeightStore(fill(tmp_path), lease_s=60.0), asyncio.Event(), free_ports(1)
@@ -184,7 +184,7 @@ def test_no_name_reaches_a_file_outside_the_store(
     assert found is None or found.resolve().parent == (root / "weights" / "1-3").resolve(), quote(name)
 
 
-async def test_who_leaves_before_he_is_answer_directory_a_copy_lies_makes_no_error(
+async def test_a_reader_that_leaves_before_the_answer_causes_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(self: web.StreamResponse, data: bytes = b"") -> None:

@@ -75,7 +75,7 @@ def test_a_version_crosses_into_each_site_once_and_each_relay_serves_few(fleet: 
 
 
 @given(fleets())
-def test_who_comes_late_takes_it_from_a_neighbour_that_holds_it(fleet: list[RelayMember]) -> None:
+def test_a_late_relay_fetches_from_a_neighbour_that_holds_the_version(fleet: list[RelayMember]) -> None:
     for me in who_lacks_it(fleet):
         near = [member for member in fleet if member.site == me.site and member.holds(VERSION)]
         if near:
@@ -115,7 +115,7 @@ def test_a_relay_is_there_while_it_beats_and_until_it_leaves() -> None:
     assert members.living(10.0) == []
 
 
-def test_what_a_beat_says_of_arms() -> None:
+def test_a_heartbeat_reports_the_versions_held_of_arms() -> None:
     members = RelayMembership(timeout_s=5.0)
     members.observe("r1", beat(0).replace(held_of_arms={"rloo": (VERSION,)}), 0.0)
     (found,) = members.living(0.0)

@@ -190,7 +190,7 @@ async def test_a_version_of_another_run_that_came_half_is_not_waited_for(tmp_pat
         await net.whole(FIRST)
 
 
-async def test_who_asked_where_a_version_lies_and_is_gone_is_not_waited_with(tmp_path: Path) -> None:
+async def test_a_reader_that_asked_for_the_directory_and_left_is_not_waited_for(tmp_path: Path) -> None:
     async with network(tmp_path, 1) as net:
         raw = (net.root / "store").joinpath("1-1", MANIFEST)
         net.write(FIRST, os.urandom(1000))
@@ -246,7 +246,7 @@ async def test_readers_of_an_abandoned_version_are_notified(tmp_path: Path) -> N
         assert copy.readers == 0
 
 
-async def test_a_file_whose_version_becomes_whole_is_found_by_whoever_asks_then(tmp_path: Path) -> None:
+async def test_a_file_is_found_once_its_version_is_complete(tmp_path: Path) -> None:
     content = os.urandom(MIB)
     async with network(tmp_path, 1) as net, ClientSession() as session:
         ready, copies = net.write(FIRST, content), net.hosts[0].relay.copies
@@ -349,7 +349,7 @@ async def test_deltas_of_arms_go_down_the_chain_and_lead_from_each_one_s_own_bas
                 fetcher.keep_only({version}, arm)
 
 
-async def test_what_is_damaged_of_an_arm_is_not_passed_on(tmp_path: Path) -> None:
+async def test_damaged_weights_of_an_arm_are_not_passed_on(tmp_path: Path) -> None:
     content = os.urandom(2 * MIB)
     async with network(tmp_path, 2) as net:
         ready = net.write_of_arm("rloo", FIRST, content)
@@ -365,7 +365,7 @@ async def test_what_is_damaged_of_an_arm_is_not_passed_on(tmp_path: Path) -> Non
         await net.whole(FIRST, arm="rloo")
 
 
-async def test_of_an_arm_that_is_one_no_more_nothing_stays_but_what_is_read(tmp_path: Path) -> None:
+async def test_only_leased_versions_of_a_former_arm_are_kept(tmp_path: Path) -> None:
     async with network(tmp_path, 1) as net:
         host = net.hosts[0]
         copies = host.relay.copies
@@ -389,7 +389,7 @@ async def test_of_an_arm_that_is_one_no_more_nothing_stays_but_what_is_read(tmp_
         await net.whole(FIRST, arm="rloo")
 
 
-async def test_what_an_earlier_process_left_of_arms_is_kept_if_they_are_some_still(tmp_path: Path) -> None:
+async def test_directories_of_current_arms_survive_a_restart_of_the_relay(tmp_path: Path) -> None:
     for arm in ("rloo", "long"):
         left = tmp_path / "h1" / "arms" / arm / ".incoming-1-1-0"
         left.mkdir(parents=True)

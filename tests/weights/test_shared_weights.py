@@ -134,7 +134,7 @@ async def test_local_files_of_an_arm_are_linked(published: Published, tmp_path: 
 
 
 @pytest.mark.parametrize("reason", ["another file system", "other content", "half", "not there", "a link", "nonsense"])
-async def test_what_cannot_be_linked_is_fetched(published: Published, tmp_path: Path, reason: str) -> None:
+async def test_weights_that_cannot_be_linked_are_fetched(published: Published, tmp_path: Path, reason: str) -> None:
     ready = published.step(0)
     whole, other, cache = published.whole(ready), tmp_path / "other", tmp_path / "host"
     other.mkdir()
@@ -162,7 +162,7 @@ async def test_what_cannot_be_linked_is_fetched(published: Published, tmp_path: 
     assert {path: path.read_bytes() for path in other.iterdir()} == before
 
 
-async def test_of_another_run_of_the_name_nothing_stays_but_what_is_used(published: Published, tmp_path: Path) -> None:
+async def test_another_run_of_the_same_name_removes_all_unused_weights(published: Published, tmp_path: Path) -> None:
     old, arms = fetcher(tmp_path), fetcher(tmp_path)
     old.set_run_id("one")
     lasting = await old.fetch(published.step(500))
@@ -320,7 +320,7 @@ async def test_another_goes_on_where_a_worker_died(published: Published, tmp_pat
     assert [path.name for path in (tmp_path / "host").iterdir()] == ["1-0"]
 
 
-async def test_a_worker_that_stands_still_is_not_waited_for(published: Published, tmp_path: Path) -> None:
+async def test_a_stalled_worker_is_not_waited_for(published: Published, tmp_path: Path) -> None:
     ready = published.step(0)
     still = fetcher(tmp_path)
     with still._versions_of("").incoming(ready.version, ready.manifest_sha256) as incoming:

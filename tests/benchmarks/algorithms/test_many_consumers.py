@@ -47,7 +47,7 @@ def test_each_number_of_consumers_comes_as_early_as_late_in_a_sweep() -> None:
     assert {sweep.count(level) for level in LEVELS} == {2}
 
 
-def test_rows_compare_means_with_those_of_nobody() -> None:
+def test_rows_compare_means_with_those_without_consumers() -> None:
     rates = {0: (100.0, 98.0, 102.0), 1: (99.0, 99.0), 2: (100.0, 100.0, 103.0), 4: (100.0,), 8: (95.0, 97.0)}
     windows = [
         (Window(level, 0.0, 1.0, None if level == 0 else 1.0, 0.1 * level, 0.5), rate)
@@ -68,7 +68,7 @@ def test_an_instance_keeps_up_once_it_takes_steps_and_little_is_left() -> None:
     assert keeps_up([far, near | {"kafka/lag/bucket_1": BEHIND / 2}])
 
 
-def test_what_is_shared_is_compared_with_the_sum_of_the_others() -> None:
+def test_the_shared_run_is_compared_with_the_sum_of_separate_runs() -> None:
     apart = [{"tokens": 100, "seconds": 10.0}, {"tokens": 110, "seconds": 11.0}, {"tokens": 90, "seconds": 12.0}]
     found = ratios(apart, {"tokens": 120, "seconds": 11.0})
     assert (found["shared_tokens_ratio"], found["shared_seconds_ratio"]) == (2.5, 3.0)
@@ -106,7 +106,7 @@ def test_a_curve_is_the_means_of_equal_parts_in_order() -> None:
         curve_of([])
 
 
-def test_what_the_served_policy_sampled_is_its_own_who_was_promoted_meanwhile() -> None:
+def test_samples_belong_to_the_policy_served_at_their_moment() -> None:
     events = [
         Event("split", 10.0, 3),
         Event(f"{PROMOTED} promoted", 20.0, 30, PROMOTED),
@@ -154,7 +154,7 @@ def test_a_stretch_is_compared_with_the_same_steps_of_the_run_that_was_left_alon
     assert [row["throughput_ratio"] for row in rows] == [0.5, 0.5]
 
 
-def test_what_waits_for_graders_is_told_by_bucket_and_as_what_becomes_of_it() -> None:
+def test_samples_waiting_for_graders_are_counted_by_bucket_and_as_a_rate() -> None:
     ends = {0: 100, 3: 10, 4: 50, 15: 7}
     assert waiting_by_bucket(ends, {0: 40, 3: 10, 15: 9}) == (60, 50, 0, 0), "of partition 4 the group has said nothing"
     begin, end = Look(10.0, 1000, (60, 50, 0, 4)), Look(12.0, 1160, (20, 30, 0, 4))

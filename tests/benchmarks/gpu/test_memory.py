@@ -24,7 +24,7 @@ def test_bytes_are_those_of_the_formulas() -> None:
     assert cache_tokens(SMALL, 80e9, 1) == int((0.9 * 80e9 - 2 * 1.54e9 - 2 * GIB) / (4 * 28 * 256))
 
 
-def test_what_does_not_fit_is_told_and_an_adapter_fits_where_all_weights_do_not() -> None:
+def test_a_model_too_large_for_the_memory_has_size_0_and_its_adapter_may_fit() -> None:
     assert largest_micro_batch(SMALL, 80e9) == 16_384
     assert largest_micro_batch(LARGE, 141e9) == 0
     assert largest_micro_batch(BY_NAME["Qwen3-8B"], 80e9) == 0

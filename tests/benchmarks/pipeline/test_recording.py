@@ -43,7 +43,7 @@ def test_rates_are_of_the_steps_after_the_warm_up_in_emulated_time() -> None:
     assert (found.trainer_busy, found.recall) == (0.5, 1.0)
 
 
-def test_what_waits_in_the_engine_does_not_count_as_running() -> None:
+def test_completions_waiting_in_the_engine_do_not_count_as_running() -> None:
     busy = occupancy(RECORDING, 0.0, 2.0, bins=2, slots=1)
     assert busy["worker-0"].tolist() == [1.0, 1.0]
     assert busy["worker-1"].tolist() == [0.0, 1.0]
@@ -65,7 +65,7 @@ def test_the_ceilings_are_what_their_derivation_says(mode: Mode, least_s: float)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_real_parts_do_not_beat_the_ceiling_and_what_is_told_of_lengths_pays(mode: Mode) -> None:
+def test_real_parts_do_not_beat_the_ceiling_and_known_lengths_help(mode: Mode) -> None:
     plain = computed(Case(TINY, mode, "round_robin", warm_up=5, steps=3), seed=0)
     known = computed(Case(TINY, mode, "skewness_aware", "oracle", warm_up=5, steps=3), seed=0)
     assert 0.3 < plain["of_ceiling"] < 1.05

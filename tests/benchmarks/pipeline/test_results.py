@@ -11,7 +11,7 @@ def row(dispatch: str, rate: float, **others: object) -> dict[str, object]:
     return {**plain, "dispatch": dispatch, "tokens_per_s": rate} | others
 
 
-def test_what_is_done_anew_replaces_its_row_in_place_and_a_measured_row_is_another() -> None:
+def test_a_repeated_measurement_replaces_its_row_in_place() -> None:
     old = [row("lpt", 1.0), row("lpt", 2.0, lengths="oracle")]
     rows = merged(old, [row("lpt", 3.0), row("lpt", 4.0, measured=True)])
     assert [(one["lengths"], one["measured"], one["tokens_per_s"]) for one in rows] == [
@@ -41,7 +41,7 @@ def test_cells_compare_skewness_aware_with_the_best_of_the_others() -> None:
     assert cells([one | {"workload": "a"} for one in rows]) == []
 
 
-def test_what_is_kept_is_read_again(tmp_path: Path) -> None:
+def test_written_results_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "results" / "rows.json"
     assert read_results(path) == {"conditions": {}, "rows": [], "cells": []}
     found = {"conditions": {"computed": {"seed": 0}}, "rows": [row("lpt", 1.25)], "cells": []}

@@ -97,7 +97,7 @@ def test_all_at_once_is_the_same_as_one_after_the_other() -> None:
         assert getattr(slowly, name) == pytest.approx(getattr(at_once, name), rel=1e-6), name
 
 
-def test_what_does_not_fit_into_the_cache_runs_out_in_turns() -> None:
+def test_completions_beyond_the_cache_run_one_after_the_other() -> None:
     replica = Replica(0, CURVE, 64, 3_000)
     replica.offer(Completion(100, 500) for _ in range(20))
     assert len(replica.run_out()) == 20

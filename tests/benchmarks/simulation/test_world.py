@@ -64,7 +64,7 @@ def test_every_completion_is_generated_once_and_trained_once_nothing_older_than_
     assert outcome.trained == 6 * WORK.samples
 
 
-def test_what_comes_before_the_warm_up_counts_for_nothing() -> None:
+def test_figures_leave_out_the_warm_up() -> None:
     _, outcome = run(SYSTEMS["laminar"], steps=8)
     late = outcome.counted("consumed", 3)
     assert sum(late.values()) == 5 * WORK.samples
@@ -105,7 +105,7 @@ def test_every_slot_is_looked_at_and_lost_for_one_reason() -> None:
     assert counts["not_admitted"] > counts["free"]
 
 
-def test_what_a_failed_replica_had_goes_on_and_ends_once() -> None:
+def test_completions_of_a_failed_replica_continue_and_end_once() -> None:
     work = replace(WORK, fault=Fault(2, 4.0, 6.0, (4.0, 10.0)))
     world = World(PLANT, work, replace(SYSTEMS["laminar"], repack_every_s=0.5), 0)
     outcome = world.run(8)

@@ -216,7 +216,7 @@ async def test_three_nodes_replicate_and_survive_the_loss_of_one(tmp_path: Path)
         assert await read(servers, "replicated", 2) == [b"one", b"two"]
 
 
-def test_a_node_that_ends_while_others_wait_for_it_is_told_at_once(tmp_path: Path) -> None:
+def test_a_node_that_ends_during_the_start_is_reported_at_once(tmp_path: Path) -> None:
     specs = plan(tmp_path, 3, None)
     cluster = Cluster(specs, prepare(lambda line: None), heap_mb=256, detached=False)
     began = calm_s()

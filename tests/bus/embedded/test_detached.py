@@ -53,7 +53,7 @@ def test_nothing_was_ever_started_here(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_gives_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "x"
     with pytest.raises(

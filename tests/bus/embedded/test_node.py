@@ -83,7 +83,7 @@ def test_free_ports_differ_and_can_be_listened_on() -> None:
     assert not is_free(70_000)
 
 
-def test_a_reserved_port_is_chosen_by_nobody_and_taken_again_by_the_server_it_is_meant_for(
+def test_a_reserved_port_is_usable_only_by_its_own_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     port, other = free_ports(2)

@@ -348,7 +348,7 @@ async def test_a_batch_that_waits_for_a_leader_fails_without_an_error_of_its_own
 
 
 @pytest.mark.parametrize("ending", ["failed", "cancelled"])
-async def test_nobody_waits_for_metadata_that_nobody_updates(sending: SendingProducer, ending: str) -> None:
+async def test_senders_stop_waiting_when_metadata_updates_have_ended(sending: SendingProducer, ending: str) -> None:
     async def fail() -> None:
         if ending == "failed":
             raise ZeroDivisionError("a mistake in the update")
@@ -398,7 +398,7 @@ class TestOpeningATransactionalId:
         assert identity_of(producer) == (7, 4)
 
     @pytest.mark.parametrize("code", [47, 90])
-    async def test_a_newer_holder_is_told_by_the_broker(self, producer: AIOKafkaProducer, code: int) -> None:
+    async def test_the_broker_reports_a_newer_holder(self, producer: AIOKafkaProducer, code: int) -> None:
         with pytest.raises(ProducerFenced):
             await self.open(producer, ProducerIdentity(7, 3), (0, code, -1, -1))
 

@@ -29,7 +29,7 @@ def test_a_codec_reads_back_what_it_wrote(codec: str) -> None:
     assert codec_problem(codec) is None
 
 
-async def test_a_cluster_tells_of_itself_its_groups_and_offsets_by_time(bootstrap_servers: str) -> None:
+async def test_a_cluster_reports_topics_settings_groups_and_offsets_by_time(bootstrap_servers: str) -> None:
     settings = KafkaSettings(bootstrap_servers=bootstrap_servers)
     await create_topic(bootstrap_servers, "asked", 2)
     facts = await ask_cluster(settings, lambda name: name == "asked")

@@ -73,7 +73,7 @@ async def test_a_listener_that_never_answers_is_given_up_within_five_seconds(ope
     assert LIMITS.connect_timeout_s < 5
 
 
-async def test_of_several_addresses_one_that_never_answers_is_not_waited_for(
+async def test_a_silent_broker_address_does_not_delay_the_connection(
     silent_listener: str, bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_order = partial(collect_hosts, randomize=False)
@@ -147,9 +147,7 @@ def deaf_to_farewells(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 @pytest.mark.parametrize("login", [{}, {"sasl_plain_username": "u", "sasl_plain_password": "p"}])
-def test_who_asked_whether_it_is_let_in_leaves_no_connection_open_whatever_the_broker_does(
-    login: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_login_check_leaves_no_connection_open(login: dict[str, str], tmp_path: Path) -> None:
     """What is open as the event loop ends stays open; pytest fails a test in which something open is collected."""
     given = login | (
         {"security_protocol": "SASL_SSL", "sasl_mechanism": "PLAIN"} if login else {"security_protocol": "SSL"}
@@ -192,7 +190,7 @@ def test_a_silent_broker_is_logged_once_and_so_is_its_return() -> None:
     assert logs[0]["error"] == "no answer"
 
 
-def test_a_question_from_before_the_last_answer_tells_nothing() -> None:
+def test_a_request_sent_before_the_last_answer_reports_no_outage() -> None:
     availability = BrokerAvailability("b:1")
     with capture_logs() as logs:
         asked_at = time.monotonic()
@@ -333,7 +331,7 @@ async def test_topics_are_asked_for_by_name_of_a_broker_that_answers_and_none_is
         await topics_named(cast("Any", Answers(29)), ["t29"])
 
 
-async def test_where_no_broker_answers_the_last_one_s_reason_is_told() -> None:
+async def test_if_no_broker_answers_the_last_reason_is_raised() -> None:
     alone: Any = Answers()
     alone.cluster = SimpleNamespace(brokers=lambda: [SimpleNamespace(nodeId=1)])
     with pytest.raises(KafkaConnectionError, match="gone"):

@@ -13,7 +13,7 @@ _numbers = unique_numbers()
 POLLS = 4000
 
 
-async def test_thousands_of_polls_that_find_nothing_leave_nothing_behind(bootstrap_servers: str) -> None:
+async def test_thousands_of_empty_polls_leave_no_memory_behind(bootstrap_servers: str) -> None:
     topic = await new_topic(bootstrap_servers, "idle", 2)
     bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers), limits=ClientLimits(fetch_max_wait_ms=2))
     subscription = await bus.subscribe([topic], client_id="reader")

@@ -61,7 +61,7 @@ async def test_batches_leave_one_after_the_other() -> None:
     assert all(future.done() for future in futures)
 
 
-async def test_what_comes_while_a_batch_is_on_its_way_leaves_together() -> None:
+async def test_records_added_during_a_send_leave_in_one_batch() -> None:
     wire = Wire(batch_bytes=1 << 20)
     queue = wire.queue()
     queue.append(record(), 100)
@@ -148,7 +148,7 @@ async def test_stopping_fails_what_is_not_settled() -> None:
     assert not queue.unsettled()
 
 
-async def test_a_cancelled_future_disturbs_nobody() -> None:
+async def test_a_cancelled_future_does_not_disturb_others() -> None:
     wire = Wire(batch_bytes=1 << 20)
     queue = wire.queue()
     futures = [queue.append(record(), 100) for _ in range(3)]

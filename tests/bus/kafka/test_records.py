@@ -73,7 +73,7 @@ def test_a_length_that_leads_nowhere_ends_the_reading(length: int) -> None:
 
 @pytest.mark.parametrize("codec", ENCODERS)
 @given(data=st.binary(max_size=2000), times=st.integers(1, 200))
-def test_what_the_client_compresses_comes_back(codec: int, data: bytes, times: int) -> None:
+def test_compressed_records_are_decompressed_unchanged(codec: int, data: bytes, times: int) -> None:
     whole = data * times
     assert decompressed(codec, ENCODERS[codec](whole), max(1, len(whole))) == whole
 

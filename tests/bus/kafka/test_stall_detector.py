@@ -32,7 +32,7 @@ def test_movement_of_one_partition_does_not_hide_that_another_is_stuck() -> None
     assert stuck == [B]
 
 
-def test_a_paused_partition_is_never_stuck_and_begins_anew_when_resumed() -> None:
+def test_a_paused_partition_is_never_stuck_and_its_time_starts_again_when_resumed() -> None:
     watched = watch()
     watched.observe_ends(1.0, {A: 6, B: 6})
     watched.observe_positions(20.0, {A: 5, B: 5}, [A, B])

@@ -155,7 +155,7 @@ async def test_a_paused_reader_is_never_taken_for_a_stuck_one(bootstrap_servers:
     await subscription.close()
 
 
-async def test_a_reader_behind_what_retention_deleted_is_refused(
+async def test_a_start_at_records_that_retention_deleted_is_refused(
     bootstrap_servers: str, bus: KafkaBus, topic: str
 ) -> None:
     await publish(bus, topic, b"0", b"1", b"2")

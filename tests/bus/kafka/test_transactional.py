@@ -51,7 +51,7 @@ async def values_of(bus: Bus, topic: str, last: bytes) -> dict[int, list[bytes |
     return values
 
 
-async def test_what_was_written_is_read_only_if_it_was_committed(bootstrap_servers: str) -> None:
+async def test_only_committed_records_are_read(bootstrap_servers: str) -> None:
     bus, topic = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers)), "transactional-2"
     await create_topic(bootstrap_servers, topic, 2)
     holder = await bus.transactional(f"{topic}-writer")
@@ -72,7 +72,7 @@ async def test_what_was_written_is_read_only_if_it_was_committed(bootstrap_serve
     await holder.close()
 
 
-async def test_a_transaction_of_which_one_partition_is_refused_is_read_in_none(bootstrap_servers: str) -> None:
+async def test_a_transaction_refused_in_one_partition_is_read_in_none(bootstrap_servers: str) -> None:
     settings = KafkaSettings(bootstrap_servers=bootstrap_servers, compression_type="none")
     bus, topic = KafkaBus(settings), "transactional-3"
     await create_topic(bootstrap_servers, topic, 2)

@@ -49,7 +49,7 @@ async def test_a_trainer_killed_three_times_in_a_row_resumes_bit_equal(trials: T
 
 
 @pytest.mark.long
-async def test_two_ranks_of_which_either_is_killed_resume_bit_equal(trials: Trials) -> None:
+async def test_two_ranks_resume_bit_equal_whichever_is_killed(trials: Trials) -> None:
     pair = trials.of_ranks(2)
     whole = await pair.run(None)
     assert problems_of(whole, whole, (0,)) == []

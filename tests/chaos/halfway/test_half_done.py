@@ -132,7 +132,7 @@ async def expect_exact_audit(run: HalfDoneRun, delivered: list[Trajectory]) -> N
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.timeout(KILLED_S)
-async def test_what_a_killed_worker_process_had_half_done_is_finished_elsewhere(
+async def test_half_done_completions_of_a_killed_worker_process_are_finished_elsewhere(
     engine: str, tmp_path: Path, bootstrap_servers: str
 ) -> None:
     async with playing(tmp_path, bootstrap_servers, engine) as (run, record):
@@ -152,7 +152,7 @@ async def test_what_a_killed_worker_process_had_half_done_is_finished_elsewhere(
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.timeout(RESTARTED_S)
-async def test_what_all_had_half_done_when_everything_was_killed_is_finished(
+async def test_half_done_completions_are_finished_after_everything_was_killed(
     engine: str, tmp_path: Path, bootstrap_servers: str
 ) -> None:
     async with playing(tmp_path, bootstrap_servers, engine) as (run, record):

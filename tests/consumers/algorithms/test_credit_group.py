@@ -68,7 +68,7 @@ def test_overlong_completions_are_penalised_before_the_baseline() -> None:
         (sample(1, 0.0, temperature=0.0), "temperature above 0"),
     ],
 )
-def test_what_the_model_cannot_take_stays_out_with_its_reason(odd: Sample, detail: str) -> None:
+def test_samples_that_the_model_cannot_take_are_left_out_with_a_reason(odd: Sample, detail: str) -> None:
     credit = credit_group(group(sample(0, 1.0), odd), AlgorithmSettings(), LIMITS)
     assert [item.sample.ref.offset for item in credit.training_samples] == [0]
     assert detail in credit.left_out[0][1]

@@ -11,7 +11,7 @@ def test_the_clip_range_is_symmetric_without_an_upper_epsilon() -> None:
     assert AlgorithmSettings(epsilon=0.2, epsilon_high=0.3).clip_range == pytest.approx((0.8, 1.3))
 
 
-def test_a_name_brings_its_defaults_and_what_is_given_stands_above_them() -> None:
+def test_a_name_brings_its_defaults_and_given_values_override_them() -> None:
     assert AlgorithmSettings(name="gspo").epsilon_high == 4e-4
     found = AlgorithmSettings(name="gspo", epsilon_high=0.1)
     assert (found.policy_loss, found.epsilon, found.epsilon_high) == ("gspo", 3e-4, 0.1)

@@ -80,7 +80,7 @@ def test_every_name_has_a_reference_and_a_class() -> None:
     assert set(ALGORITHMS) == set(PRESETS) == {reference.algorithm.name for reference in REFERENCES}
 
 
-def test_a_pair_is_the_best_and_the_worst_of_what_may_be_trained() -> None:
+def test_a_pair_is_the_best_and_the_worst_usable_completion() -> None:
     rewards, usable = np.array([5.0, 1.0, 3.0, 3.0]), np.array([False, True, True, True])
     found = algorithm_of(AlgorithmSettings(name="dpo")).advantages(rewards, usable)
     np.testing.assert_array_equal(found, [np.nan, -1.0, 1.0, np.nan])

@@ -47,7 +47,7 @@ def test_every_sample_is_in_exactly_one_micro_batch(
         assert batch.input_ids.size <= budget or len(batch.refs) == 1
 
 
-def test_a_sample_over_the_budget_stands_alone() -> None:
+def test_a_sample_over_the_budget_is_a_micro_batch_of_its_own() -> None:
     early, rest = run([[(1, 3), (1, 30), (1, 3)]], budget=10, **FULL)
     assert sorted(len(batch.refs) for batch in early + rest) == [1, 2]
 
@@ -104,7 +104,7 @@ def test_a_whole_batch_is_not_begun_because_the_trainer_is_idle() -> None:
     assert batcher.cut_for_idle() is None
 
 
-def test_what_is_cleared_does_not_come_back() -> None:
+def test_cleared_samples_do_not_come_back() -> None:
     batcher = MicroBatcher(BatchingSettings(token_budget=100))
     assert batcher.hold([training_sample(0)]) == []
     batcher.clear()

@@ -22,7 +22,7 @@ def test_reading_begins_within_what_is_held(begin: str, wanted: dict[int, int]) 
 
 
 @pytest.mark.parametrize("begin", ["", "later", "0", "0=", "=3", "0=-1", "0=1;1=2", "0=1,0=2", "0=٣"])
-def test_what_is_no_place_in_the_stream_is_refused(begin: str) -> None:
+def test_an_invalid_start_of_an_instance_is_refused(begin: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         IngestSettings(attach_from=begin)
     with pytest.raises(ValueError, match="expected"):

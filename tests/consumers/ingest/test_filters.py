@@ -138,7 +138,7 @@ async def test_samples_with_every_field_at_its_edge_are_taken() -> None:
     assert all(found.trajectory.token_ids.size == 0 for found in group.samples)
 
 
-async def test_what_an_arm_sampled_is_as_old_as_its_order() -> None:
+async def test_the_age_of_an_arms_trajectory_is_that_of_its_order() -> None:
     of_arm: dict[str, Any] = {
         "policy": "rloo",
         "versions": (PolicyVersion(7, 900),),  # of its own count, which says nothing here

@@ -64,7 +64,7 @@ def test_a_group_is_as_old_as_its_oldest_usable_sample() -> None:
     assert closed.group.created_at == 5.0
 
 
-def test_what_cannot_belong_to_its_group_is_objected_to() -> None:
+def test_samples_that_contradict_their_group_are_rejected() -> None:
     groups = assembler()
     add(groups, "d/0/0", 0, of=2)
     reasons = [

@@ -24,7 +24,7 @@ async def test_an_algorithm_that_stalls_changes_nothing_for_another_on_the_same_
     assert harness.skips() == []
 
 
-async def test_what_one_algorithm_skips_another_still_gets() -> None:
+async def test_a_group_skipped_by_one_algorithm_reaches_another() -> None:
     harness = ReaderHarness()
     strict, lenient = harness.reader(algorithm="rloo"), harness.reader()
     async with harness.running(strict), harness.running(lenient):

@@ -115,7 +115,7 @@ async def test_a_whole_group_keeps_its_reasons() -> None:
     assert {skip.step for skip in harness.skips()} == {7}
 
 
-async def test_what_is_finished_is_not_entered_again() -> None:
+async def test_a_finished_record_is_not_entered_again() -> None:
     ledger = await a_ledger(ReaderHarness())
     ledger.frontier.mark_done([RecordRef("t", 0, 0)])
     assert not ledger.record_read(Record("t", 0, 0, None, b"", (), 0.0))

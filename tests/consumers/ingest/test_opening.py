@@ -75,7 +75,7 @@ async def test_records_that_retention_deleted_unread_end_the_trainer() -> None:
     assert harness.skips() == []
 
 
-async def test_an_accepted_hole_gets_one_row_and_reading_goes_on_behind_it() -> None:
+async def test_an_accepted_hole_gets_one_row_and_reading_continues_after_it() -> None:
     bus = ExpiringBus()
     harness = ReaderHarness(bus)
     kept = await after_two_groups(harness)
@@ -116,7 +116,7 @@ async def test_a_hole_that_opens_while_reading_is_treated_alike(accepted: bool) 
     assert [(skip.offset, skip.end_offset) for skip in harness.skips()] == [(2, 6)]
 
 
-async def test_a_topic_made_anew_is_told_by_a_record_below_the_frontier() -> None:
+async def test_a_recreated_topic_is_recognised_by_a_record_below_the_frontier() -> None:
     harness = ReaderHarness()
     kept = await after_two_groups(harness)
     harness.bus.logs[harness.topic].partitions[0].clear()
@@ -131,7 +131,7 @@ async def test_a_topic_made_anew_is_told_by_a_record_below_the_frontier() -> Non
     assert told.value.exit_code == 4
 
 
-async def test_a_topic_that_ends_before_the_frontier_was_made_anew() -> None:
+async def test_a_topic_that_ends_before_the_frontier_was_recreated() -> None:
     harness = ReaderHarness()
     kept = await after_two_groups(harness)
     harness.bus.logs[harness.topic].partitions[0].clear()
@@ -152,7 +152,7 @@ async def test_an_anchor_that_retention_deleted_is_not_looked_for() -> None:
 
 
 @pytest.mark.parametrize("accepted", [True, False])
-async def test_what_retention_deleted_of_a_partition_that_nobody_read_is_missed_too(accepted: bool) -> None:
+async def test_records_deleted_from_a_partition_that_was_never_read_are_noticed(accepted: bool) -> None:
     bus = ExpiringBus()
     harness = ReaderHarness(bus)
     for number in range(3):

@@ -73,7 +73,7 @@ async def test_a_group_that_is_given_up_is_trained_with_what_there_is_of_it() ->
     assert reader.ledger.counts().pending == 0
 
 
-async def test_a_group_that_nobody_can_wait_for_is_closed_and_late_samples_are_skipped() -> None:
+async def test_a_group_that_cannot_be_completed_is_closed_and_late_samples_are_skipped() -> None:
     harness = ReaderHarness()
     async with harness.running(harness.reader()) as reader:
         await harness.publish(*(trajectory("d/0/0", index, of=4) for index in (0, 1)), trajectory("d/1/0", 0, of=4))

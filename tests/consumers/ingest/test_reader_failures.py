@@ -79,7 +79,7 @@ def failing_reader() -> tuple[ReaderHarness, FailingOperations]:
         (ZeroDivisionError("our mistake"), StreamRLError, "ZeroDivisionError.*our mistake"),
     ],
 )
-async def test_whatever_ends_the_reader_ends_the_wait_for_a_group(
+async def test_an_error_of_the_reader_ends_the_wait_for_a_group(
     error: Exception, expected: type[StreamRLError], text: str
 ) -> None:
     harness, bus = failing_reader()
@@ -148,7 +148,7 @@ async def test_a_silent_broker_costs_only_the_lag_display() -> None:
         await harness.until(lambda: bus.asked["end_offsets"] > asked)
 
 
-async def test_what_the_trainer_measures_asks_the_broker_nothing() -> None:
+async def test_measuring_metrics_sends_no_request_to_the_broker() -> None:
     harness, bus = failing_reader()
     async with harness.running(harness.reader()) as reader:
         await harness.publish_group(0)

@@ -166,7 +166,7 @@ async def test_a_reader_skips_what_was_passed_over_for_too_long_and_a_restart_ta
         assert second.ledger.counts().skipped == 0
 
 
-async def test_a_place_is_kept_in_the_last_step_of_what_is_passed_over() -> None:
+async def test_the_last_step_of_passed_over_groups_keeps_a_place_for_them() -> None:
     harness = ReaderHarness(version=PolicyVersion(1, 2))
     await publish(harness, 0, 2, 2, 2)
     reader = harness.reader(sampling="freshest")
@@ -178,7 +178,7 @@ async def test_a_place_is_kept_in_the_last_step_of_what_is_passed_over() -> None
     assert harness.skips() == []
 
 
-async def test_what_is_beyond_the_cap_is_skipped_when_it_is_read_or_would_be_taken() -> None:
+async def test_groups_beyond_the_staleness_cap_are_skipped_at_reading_and_at_taking() -> None:
     harness = ReaderHarness(version=PolicyVersion(1, 2))
     await publish(harness, 0, 1, 2)
     reader = harness.reader(sampling="capped", staleness_cap=1)

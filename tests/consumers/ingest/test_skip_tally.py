@@ -29,7 +29,7 @@ def test_a_row_has_one_number() -> None:
         tally.add(row(1))
 
 
-def test_the_hash_tells_order_and_places_and_not_how_a_row_is_worded() -> None:
+def test_the_hash_depends_on_order_and_places_and_not_on_the_wording() -> None:
     first, second = row(1, offset=1), row(2, offset=2)
     assert tallied(first, second).hash == tallied(row(1, offset=1, detail="else"), second).hash
     assert tallied(first, second).hash != tallied(row(1, offset=2), row(2, offset=1)).hash
@@ -40,7 +40,7 @@ def test_a_range_counts_for_all_of_its_records() -> None:
     assert tallied(row(1), row(2, offset=10, end_offset=15)).reasons == Counter(stale=1, retention_expired=5)
 
 
-def test_the_next_lineage_numbers_anew_and_goes_on_hashing() -> None:
+def test_the_next_lineage_counts_from_zero_and_continues_the_hash() -> None:
     parent = tallied(row(1))
     child = parent.for_next_lineage(2)
     child.add(row(1, lineage=2))

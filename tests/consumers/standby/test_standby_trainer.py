@@ -111,7 +111,7 @@ async def test_a_leader_that_was_only_slow_ends_superseded(harness: TrainerHarne
     assert [report.step for report in found.steps] == [1, 2, 3, 4]
 
 
-async def test_who_knows_that_the_leader_is_gone_need_not_wait_for_its_silence(harness: TrainerHarness) -> None:
+async def test_a_standby_told_to_take_over_does_not_wait(harness: TrainerHarness) -> None:
     ready = standby(harness)
     ready.takeover_after_s = 1000.0
     async with running(ready):

@@ -62,7 +62,7 @@ async def test_a_failed_announcement_is_raised_at_the_next_act(act: str) -> None
     assert announcements.under_way is None
 
 
-async def test_what_is_announced_is_made_after_the_announcement_before_and_can_be_waited_for_alone() -> None:
+async def test_a_version_is_written_after_the_announcement_before_and_its_writing_can_be_awaited() -> None:
     announcer, made = SlowAnnouncer(), asyncio.Event()
     announcements = Announcements(announcer, lambda: None)
     await announcements.made()  # nothing is under way
@@ -78,7 +78,7 @@ async def test_what_is_announced_is_made_after_the_announcement_before_and_can_b
     assert announcer.keys == ["first"]
 
 
-async def test_a_making_that_fails_is_raised_to_whoever_waits_for_it() -> None:
+async def test_a_failed_announcement_is_raised_to_its_waiters() -> None:
     async def fail() -> list[Outgoing]:
         raise BusError("no room")
 

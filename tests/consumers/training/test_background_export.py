@@ -104,7 +104,7 @@ async def test_an_orderly_end_waits_for_the_export(harness: TrainerHarness) -> N
     assert [manifest.step for manifest in harness.store().manifests()] == [1]
 
 
-async def test_whatever_is_announced_can_be_fetched(harness: TrainerHarness) -> None:
+async def test_every_announced_version_can_be_fetched(harness: TrainerHarness) -> None:
     checked: list[PolicyVersion] = []
 
     def failpoint(point: Failpoint) -> None:

@@ -32,7 +32,7 @@ async def test_all_calls_share_one_thread_with_the_asked_number_of_torch_threads
         compute.close()
 
 
-async def test_what_a_call_raises_is_raised_to_the_caller() -> None:
+async def test_an_error_in_the_compute_thread_reaches_the_caller() -> None:
     compute = ComputeThread(0)
     try:
         with pytest.raises(ValueError, match="invalid literal"):

@@ -153,7 +153,7 @@ def test_groups_of_one_sample_with_dynamic_sampling_are_refused(tmp_path: Path, 
         TrainerHarness.make(tmp_path, model_path).trainer(loop=one, algorithm=AlgorithmSettings(dynamic_sampling=True))
 
 
-async def test_what_is_waited_for_the_first_group_of_all_is_no_time_of_a_step(tmp_path: Path, model_path: Path) -> None:
+async def test_waiting_for_the_very_first_group_is_not_step_time(tmp_path: Path, model_path: Path) -> None:
     harness, now = TrainerHarness.make(tmp_path, model_path), [1000.0]
     async with harness.running(harness.trainer(monotonic=lambda: now[0])):
         for step in (1, 2):

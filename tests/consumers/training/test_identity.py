@@ -111,7 +111,7 @@ async def test_a_directory_without_the_runs_lineages_trains_only_if_adopted_and_
     assert "\n" not in text
 
 
-async def test_a_directory_that_was_lost_after_a_second_lineage_is_refused_and_waits_for_nobody(
+async def test_a_directory_lost_after_a_second_lineage_is_refused_without_waiting(
     harness: TrainerHarness,
 ) -> None:
     await a_life(harness)
@@ -175,7 +175,7 @@ async def test_an_adopted_run_goes_on_from_the_checkpoint_that_is_there(harness:
     assert verdict.algorithms[0].trained == 12
 
 
-async def test_of_two_directories_the_second_is_refused_while_the_first_goes_on(harness: TrainerHarness) -> None:
+async def test_a_second_directory_is_refused_while_the_first_one_runs(harness: TrainerHarness) -> None:
     async with harness.running(harness.trainer()):
         epochs = dict(harness.bus.epochs)
         await refused(elsewhere(harness))
@@ -302,7 +302,7 @@ class LaggingSubscription(MemorySubscription):
         return {tp: min(end, self.bus.end) if lags and tp.topic == control else end for tp, end in ends.items()}
 
 
-async def test_a_node_that_lags_behind_is_waited_for_before_a_lineage_is_claimed(harness: TrainerHarness) -> None:
+async def test_a_lagging_node_is_waited_for_before_a_lineage_is_claimed(harness: TrainerHarness) -> None:
     older, newer = Place.make(harness, "a"), Place.make(harness, "b", adopt=True)
     await older.hold()
     lineage, bus = older.claimed(), harness.bus
@@ -361,7 +361,7 @@ async def test_on_a_broker_a_lineage_number_is_claimed_once_per_run(
     assert (found.lineage, found.claim_id, found.holder) == (2, claimed.claim_id, "h:b")
 
 
-async def test_of_two_trainers_of_one_directory_the_later_lineage_leads_whoever_puts_its_own_first(
+async def test_the_later_lineage_leads_whichever_trainer_writes_first(
     harness: TrainerHarness,
 ) -> None:
     identity = MemoryIdentity()
@@ -388,7 +388,7 @@ async def test_two_starts_of_one_directory_hold_the_same_identity(harness: Train
     assert [path.name for path in harness.root.iterdir()] == [store.path.name]
 
 
-async def test_a_trainer_whose_run_was_adopted_elsewhere_ends_superseded_and_fences_nobody(
+async def test_a_trainer_whose_run_was_adopted_elsewhere_ends_superseded_without_fencing(
     harness: TrainerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer_module, "IDLE_S", 0.05)
@@ -478,7 +478,7 @@ def checkpoint(run_id: str | None, lineage: int = 1, run: str = RUN) -> Checkpoi
         (replace(START, topics=TopicsState(None, 3), adopt=True), "fresh", 1),
     ],
 )
-def test_where_all_agree_or_it_is_told_to_the_run_goes_on(start: Start, run_id: str, adoptions: int) -> None:
+def test_a_run_continues_if_identities_agree_or_adoption_is_ordered(start: Start, run_id: str, adoptions: int) -> None:
     found = decide(start)
     assert (found.run_id, found.adoptions) == (run_id, adoptions)
     if start.adopt and adoptions:
@@ -497,7 +497,7 @@ def test_where_all_agree_or_it_is_told_to_the_run_goes_on(start: Start, run_id: 
         (replace(START, held=checkpoint(None), topics=TopicsState(THEIRS, 1)), "continues here from step 4"),
     ],
 )
-def test_where_they_differ_one_line_says_what_was_found_and_the_ways_on(start: Start, said: str) -> None:
+def test_differing_identities_give_one_line_with_the_ways_on(start: Start, said: str) -> None:
     with pytest.raises(IdentityError) as told:
         decide(start)
     assert said in str(told.value)
@@ -529,7 +529,7 @@ def test_an_identity_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> Non
         IdentityFile(tmp_path).load()
 
 
-async def test_a_run_says_the_newest_wire_version_that_held_it_and_who_is_too_far_off_neither_holds_nor_joins_it(
+async def test_a_process_of_a_distant_wire_version_can_neither_hold_nor_join_a_run(
     harness: TrainerHarness,
 ) -> None:
     there = RunIdentity(run_id="r", since=0.0)

@@ -81,7 +81,7 @@ def test_each_step_is_a_line_of_json(tmp_path: Path) -> None:
     ]
 
 
-def test_padding_is_told_by_the_bucket_of_the_padded_row() -> None:
+def test_padding_is_measured_by_the_bucket_of_the_padded_row() -> None:
     def item(partition: int, tokens: int) -> TrainingSample:
         found = sample("d/0/0", partition, of=9, partition=partition, prompt=1, tokens=tokens)
         return TrainingSample(found, 1.0)
@@ -119,7 +119,7 @@ def test_staleness_compares_steps_across_lineages() -> None:
     assert metrics.summary()["off_policy/max"] == 2.0
 
 
-def test_rewards_are_told_by_arm_where_another_policy_sampled_some() -> None:
+def test_rewards_are_reported_by_arm_if_another_policy_sampled_some() -> None:
     metrics, limits = StepMetrics(), ModelLimits(vocabulary=100, positions=100)
     found = group([1.0, 0.0], [3, 3], [2, 2], FinishReason.STOP)
     metrics.observe(found, credit_group(found, AlgorithmSettings(), limits), PolicyVersion(1, 4))

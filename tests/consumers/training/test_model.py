@@ -22,7 +22,7 @@ from tests.consumers.training.factories import save_tiny_model
 CPU = torch.device("cpu")
 
 
-def test_a_path_without_a_model_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_path_without_a_model_gives_one_line(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="expected a causal language model") as caught:
         load_model(tmp_path, CPU)
     assert "\n" not in str(caught.value)
@@ -60,7 +60,7 @@ def as_shards_without_one(weights: Path) -> None:
         (as_shards_without_one, r"got FileNotFoundError: .*model-00002-of"),
     ],
 )
-def test_weights_that_are_not_whole_are_told_in_one_line_and_found_without_reading_them(
+def test_incomplete_weights_give_one_line_without_reading_them(
     harm: Callable[[Path], None], says: str, tmp_path: Path
 ) -> None:
     save_tiny_model(tmp_path)

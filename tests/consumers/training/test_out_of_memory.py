@@ -117,7 +117,7 @@ async def test_the_group_of_a_sample_that_does_not_fit_is_skipped_and_its_step_t
     assert [each.rebuilt.verdict for each in await run.replays(1, taken)] == ["bit-equal"] * taken
 
 
-async def test_a_run_of_which_nothing_fits_ends_with_what_to_do(
+async def test_a_run_whose_groups_all_run_out_of_memory_ends_with_what_to_do(
     tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only_what_fits(monkeypatch, lambda batch: False)

@@ -70,7 +70,7 @@ def test_the_gradient_is_that_of_the_completions_tokens_and_of_no_others(model_p
 
 
 @pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus_baseline"])
-def test_the_mismatch_is_told_by_the_number_of_version_spans(model_path: Path, name: str) -> None:
+def test_the_mismatch_is_reported_by_the_number_of_version_spans(model_path: Path, name: str) -> None:
     """Of each number the mean over its tokens; together they are the mean over all. Held batches tell the same."""
     spans = (1, 2, 9, 1, 4)
     batch = replace(make_micro_batch(5), versions=spans)
@@ -138,7 +138,7 @@ def test_a_bad_gradient_changes_nothing(model_path: Path) -> None:
     assert learner.finish_step(1.0).applied
 
 
-def test_steps_raise_the_probability_of_what_was_rewarded(model_path: Path) -> None:
+def test_steps_raise_the_probability_of_rewarded_completions(model_path: Path) -> None:
     learner = make_learner(model_path)
     batch = make_micro_batch(4, advantages=[1.0, 1.0, 1.0, 1.0])
     ratios = []

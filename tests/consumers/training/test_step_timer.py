@@ -29,7 +29,7 @@ def test_spans_of_one_name_that_follow_each_other_are_one() -> None:
     assert isinstance(timer.spans[0], PhaseSpan)
 
 
-def test_what_fails_is_measured_too() -> None:
+def test_failing_blocks_are_measured_too() -> None:
     timer = StepTimer()
     with pytest.raises(ValueError, match="no"), timer.measure("optimizer"):
         raise ValueError("no")

@@ -95,7 +95,7 @@ async def test_offsets_are_committed_for_displays(harness: TrainerHarness) -> No
     }
 
 
-async def test_offsets_are_told_once_a_second_and_with_the_last_step(harness: TrainerHarness) -> None:
+async def test_offsets_are_sent_once_a_second_and_with_the_last_step(harness: TrainerHarness) -> None:
     now = [1000.0]
     trainer = harness.trainer(training=TRAINING.model_copy(update={"max_steps": 4}), monotonic=lambda: now[0])
     told = []

@@ -175,7 +175,7 @@ async def test_reports_carry_the_digest_of_every_tensor_as_it_is_on_disk(harness
     assert harness.reports()[0].digests.keys() == expected.keys()
 
 
-async def test_a_refused_step_names_its_records_and_the_next_one_counts_anew(harness: TrainerHarness) -> None:
+async def test_a_refused_step_names_its_records_and_the_next_one_counts_from_zero(harness: TrainerHarness) -> None:
     await publish_impossible(harness, 0)
     for number in (1, 2, 3):
         await harness.publish_group(number)

@@ -66,7 +66,7 @@ def test_masked_tokens_have_exactly_no_gradient(path: Path, name: str) -> None:
     assert torch.equal(gradient(path, batch, settings), gradient(path, other, settings))
 
 
-def test_what_was_read_is_read_and_never_a_target(path: Path) -> None:
+def test_tokens_that_were_only_read_are_never_targets(path: Path) -> None:
     """The last layer's row of a token that was only read has no gradient: nothing made it likelier or less likely."""
     batch = batch_of(of_turns(), of_turns(1))
     model = load_model(path, torch.device("cpu"))
@@ -82,7 +82,7 @@ def test_what_was_read_is_read_and_never_a_target(path: Path) -> None:
     assert rows == 0 or rows <= int(batch.loss_mask.sum()), "logits have gradients where a sampled token is predicted"
 
 
-def test_a_turns_reward_stands_at_its_end_and_the_rest_at_the_last() -> None:
+def test_a_turns_reward_is_credited_at_its_end_and_the_rest_at_the_last_token() -> None:
     one = of_turns(0, (0.5, 0.25))
     batch = batch_of(one, of_turns(1), weights={"exact": 2.0})
     assert batch.turn_rewards is not None

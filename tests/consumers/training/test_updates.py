@@ -182,7 +182,7 @@ def test_every_pass_takes_every_group_once_and_none_in_two(model_path: Path, mon
     assert seen[:3] != seen[3:]
 
 
-def test_a_critic_comes_to_know_the_returns_and_leaves_the_policy_alone(model_path: Path) -> None:
+def test_a_critic_learns_the_returns_and_leaves_the_policy_alone(model_path: Path) -> None:
     critic = {"learning_rate": 5e-2, "cliprange_value": None, "lam": 1.0}
     # A policy that hardly moves: the critic stands on its states.
     learner = make_learner(model_path, {"name": "ppo", "critic": critic}, learning_rate=1e-9)
@@ -218,7 +218,7 @@ def test_an_update_that_is_not_fit_is_left_out_and_a_step_without_any_is_not_tak
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(learner).items())
 
 
-def test_what_does_not_fit_into_an_update_is_split(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_micro_batch_that_runs_out_of_memory_is_split(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, learner = (make_learner(model_path, SETTINGS["ppo"]) for _ in range(2))
     step(expected, [make_micro_batch(6)])
     layer = learner.model.model.layers[0]

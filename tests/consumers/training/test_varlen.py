@@ -132,7 +132,7 @@ def opened(path: Path, algorithm: AlgorithmSettings, **options: Any) -> PolicyLe
 
 
 @pytest.mark.parametrize("name", LEARNERS)
-def test_whatever_is_computed_with_a_model_is_the_same_packed(model_path: Path, name: str) -> None:
+def test_packed_and_padded_batches_compute_the_same(model_path: Path, name: str) -> None:
     algorithm, found = AlgorithmSettings.model_validate(LEARNERS[name]), []
     for packing in ("padded", "varlen"):
         learner = opened(model_path, algorithm, packing=packing)

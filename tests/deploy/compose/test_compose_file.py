@@ -65,7 +65,7 @@ def test_no_key_is_written_twice() -> None:
     assert yaml.load(FILE.read_text(), Strict)["services"].keys() == services().keys()  # noqa: S506 - a safe loader
 
 
-def test_what_a_service_waits_for_and_mounts_is_there() -> None:
+def test_every_dependency_and_mount_of_a_service_exists() -> None:
     all_services, volumes = services(), stack({})["volumes"]
     for name, service in all_services.items():
         for needed, how in service.get("depends_on", {}).items():

@@ -96,7 +96,7 @@ async def test_those_that_are_there_from_the_beginning_stay(tmp_path: Path) -> N
         assert harness.asked() == []
 
 
-async def test_a_worker_is_started_anew_under_the_id_of_one_that_left(tmp_path: Path) -> None:
+async def test_a_worker_is_started_again_under_the_id_of_one_that_left(tmp_path: Path) -> None:
     async with fleet(tmp_path, initial=1, most=2, wanted=2) as harness:
         await until(lambda: len(harness.workers()) == 2)
         await harness.want(1)

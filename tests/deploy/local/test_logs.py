@@ -64,7 +64,9 @@ def test_so_many_copies_are_kept_the_newest_first(tmp_path: Path) -> None:
     assert path.read_text() == ""
 
 
-def test_a_log_that_cannot_be_copied_stays_and_is_told_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_cannot_be_copied_stays_and_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "w.log").write_text("x" * 200)
     rotation = LogRotation(tmp_path, max_bytes=100, backup_count=1)
 

@@ -64,7 +64,7 @@ def test_the_first_fence_of_a_process_that_is_there_once_is_doubted_the_second_i
     assert policy.decide(3, 100.0) is RestartDecision.RESTART
 
 
-def test_what_looks_like_a_user_error_at_a_later_start_may_be_transient() -> None:
+def test_a_user_error_after_the_first_start_is_restarted() -> None:
     policy = RestartPolicy(max_restarts=2, rng=lambda: 0.5)
     assert policy.decide(1, 1.0) is RestartDecision.RESTART
     assert policy.decide(2, 1.0) is RestartDecision.RESTART

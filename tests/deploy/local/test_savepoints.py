@@ -96,7 +96,7 @@ def test_damage_is_named_and_ends_with_code_4(stored: Path) -> None:
     assert call("ls", "--run", stored, "--verify")[0] == 4
 
 
-def test_what_is_no_checkpoint_ends_in_one_line(stored: Path) -> None:
+def test_an_unknown_checkpoint_gives_one_line(stored: Path) -> None:
     code, text = call("restore", 7, "--run", stored)
     assert (code, text) == (2, "expected a checkpoint's step, version or pin, got '7'; there are: 1-4, 1-2")
     assert call("unpin", 2, "--run", stored) == (2, "expected a pinned checkpoint, got '2', which has no pin")

@@ -45,7 +45,7 @@ async def test_the_run_is_over_when_the_essential_process_ends_well(tmp_path: Pa
     assert not is_alive(side)
 
 
-async def test_the_end_waits_for_the_good_end_of_what_is_awaited(tmp_path: Path) -> None:
+async def test_the_end_waits_for_awaited_processes(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     waiting = f"import pathlib, time\nwhile not pathlib.Path({str(gate)!r}).exists(): time.sleep(0.02)"
     awaited = replace(spec(tmp_path, "evaluator", waiting, optional=True), awaited=True)
@@ -139,7 +139,7 @@ async def test_processes_that_left_at_an_undone_end_are_restarted(
     await task
 
 
-async def test_what_is_meant_for_the_first_start_is_not_said_again(tmp_path: Path) -> None:
+async def test_arguments_of_the_first_start_are_not_repeated_at_a_restart(tmp_path: Path) -> None:
     stop = asyncio.Event()
     code = "import sys, time; print('given', sys.argv[1:], flush=True); time.sleep(60)"
     supervisor = Supervisor([replace(spec(tmp_path, "side", code), only_first=["--adopt"])], max_restarts=3, grace_s=5)
@@ -247,7 +247,7 @@ async def test_a_run_that_was_taken_over_whole_ends(tmp_path: Path, trainer_firs
             await Supervisor(specs, max_restarts=3, grace_s=5).run(asyncio.Event())
 
 
-async def test_a_standby_is_told_at_once_that_the_leader_died(tmp_path: Path) -> None:
+async def test_a_standby_hears_at_once_that_the_leader_died(tmp_path: Path) -> None:
     ready = spec(tmp_path, "standby-0", WAIT_FOR_SIGNAL, essential=True)
     leads = trainer(tmp_path, "trainer", SLEEP, SLEEP)
     supervisor = Supervisor([leads, replace(ready, standby=ready.command)], max_restarts=3, grace_s=5)
@@ -298,7 +298,7 @@ sys.exit(3)
     await asyncio.gather(*tasks)
 
 
-async def test_a_process_that_is_there_once_and_was_fenced_for_nobody_goes_on(
+async def test_a_single_process_fenced_without_a_successor_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("streamrl.deploy.local.supervisor.TRANSIENT_S", 0.0)
@@ -376,7 +376,7 @@ async def test_a_process_stopped_by_an_outside_signal_is_restarted(tmp_path: Pat
 
 
 @pytest.mark.parametrize("code", [0, 143])
-async def test_who_drains_when_asked_has_ended_well(tmp_path: Path, code: int) -> None:
+async def test_a_process_that_drains_when_asked_is_no_crash(tmp_path: Path, code: int) -> None:
     assert (await stopped(tmp_path, DRAINS.format(code=code))).crashes == []
 
 

@@ -160,7 +160,7 @@ def test_a_model_without_weights_is_refused_before_the_start(task: Any, model: P
         checked(task(["short"], path=bare), resumed=True)
 
 
-def test_an_algorithm_of_the_users_own_that_is_not_there_is_told_before_the_start(task: Any) -> None:
+def test_a_missing_algorithm_of_the_users_own_is_reported_before_the_start(task: Any) -> None:
     settings = task(["short"])
     own = settings.algorithm.model_copy(update={"name": "own_reward:Algorithm"})
     with pytest.raises(UserError, match="expected a function 'Algorithm' in own_reward, got none"):
@@ -172,7 +172,9 @@ def with_free_bytes(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=free))
 
 
-def test_what_the_dry_run_says_of_the_disk_the_run_refuses(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_refused_for_the_disk_space_that_the_dry_run_misses(
+    task: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = task(["a"])
     with_free_bytes(monkeypatch, FLOOR_BYTES)  # nothing is left for the model
     with pytest.raises(
@@ -186,7 +188,7 @@ def test_what_the_dry_run_says_of_the_disk_the_run_refuses(task: Any, monkeypatc
     assert disk.detail.endswith("free space, keep fewer checkpoints, or set run.directory")
 
 
-def test_what_a_run_has_written_already_needs_no_room_again(task: Any, tmp_path: Path) -> None:
+def test_space_that_a_run_already_uses_is_not_demanded_again(task: Any, tmp_path: Path) -> None:
     settings, parameters = task(["a"]), 1 << 20
     copies = 3 * (settings.training.keep_checkpoints + 1) + settings.training.keep_weight_versions + 1
     bytes_to_come = 4 * parameters * (copies + settings.run.workers)

@@ -123,7 +123,7 @@ async def test_without_a_terminal_there_is_the_run_s_progress_alone(tmp_path: Pa
 
 
 @pytest.mark.processes
-def test_what_is_printed_goes_to_the_file_and_then_to_the_terminal_again(tmp_path: Path) -> None:
+def test_output_goes_to_the_file_inside_the_block_only(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from streamrl.deploy.local.watching import output_to_file\n"
         "print('before')\n"

@@ -42,7 +42,7 @@ def bus_of(built: Any) -> Any:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_role_gets_the_plain_bus_when_nobody_observes(settings: Settings, role: str) -> None:
+def test_a_role_gets_the_plain_bus_without_observers(settings: Settings, role: str) -> None:
     context = process_context("worker-1", settings, Watchdog(1.0), None, None)
     built = build_role(role, settings, context)
     assert isinstance(bus_of(built), KafkaBus)
@@ -81,7 +81,7 @@ def test_metrics_ask_the_dispatcher_for_its_status(settings: Settings) -> None:
     assert metered.meters.registry.get_sample_value("streamrl_dispatcher_groups_in_flight", {"run": "r"}) == 0
 
 
-def test_the_relay_tells_metrics_of_its_answers(settings: Settings) -> None:
+def test_the_relay_counts_its_answers_in_metrics(settings: Settings) -> None:
     metered = metering("relay")
     assert build_relay(settings, process_context("relay", settings, Watchdog(1.0), None, metered)).on_response == (
         metered.count_response

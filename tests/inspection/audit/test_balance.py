@@ -151,7 +151,7 @@ def test_trajectories_that_another_worker_went_on_with_are_counted() -> None:
     assert verdict.continuations > verdict.continued > 0
 
 
-def test_what_is_with_the_graders_is_counted_and_stays_known_to_a_follower() -> None:
+def test_samples_at_the_graders_are_counted_also_by_a_follower() -> None:
     world = WrittenTopics()
     names = [f"d/{n}/0/0" for n in range(6)]
     world.step([world.produce(name, 0) for name in names[:4]])
@@ -170,7 +170,7 @@ def test_what_is_with_the_graders_is_counted_and_stays_known_to_a_follower() -> 
     assert _loaded_index(_dumped_index(index)).sampled == index.sampled
 
 
-def test_what_a_crash_undid_is_reported() -> None:
+def test_steps_undone_by_a_crash_are_reported() -> None:
     world = WrittenTopics()
     positions = [world.produce(f"d/{n}/0/0", n % 2) for n in range(10)]
     world.step(positions[:3])
@@ -191,7 +191,7 @@ def test_what_a_crash_undid_is_reported() -> None:
     assert own.checkpoint == "1-1"
 
 
-def test_what_an_operator_undid_is_told_from_what_a_crash_did() -> None:
+def test_steps_undone_by_an_operator_are_counted_apart_from_those_undone_by_a_crash() -> None:
     world = WrittenTopics()
     positions = [world.produce(f"d/{n}/0/0", n % 2) for n in range(10)]
     for first in (0, 2, 4):
@@ -212,7 +212,7 @@ def test_what_an_operator_undid_is_told_from_what_a_crash_did() -> None:
     assert (by_operator.steps, by_operator.trained, by_operator.rows, by_operator.lineages) == (2, 4, 0, 1)
 
 
-def test_what_was_finished_on_another_cluster_is_neither_trained_nor_pending() -> None:
+def test_records_finished_on_another_cluster_are_neither_trained_nor_pending() -> None:
     world = WrittenTopics()
     positions = [world.produce(f"d/{n}/0/0", n % 2) for n in range(10)]
     world.step(positions[:3])

@@ -217,7 +217,7 @@ def test_two_records_of_one_name_that_came_together_are_not_settled() -> None:
         assert [each.kind for each in followed.advance().violations] == [ViolationKind.TRAINED_TWICE]
 
 
-def test_what_was_trained_behind_a_missing_step_is_not_settled() -> None:
+def test_records_trained_after_a_missing_step_are_not_settled() -> None:
     world = WrittenTopics(partitions=3)
     for number in range(4):
         world.step([world.produce(f"d/{number}/0/0", 0)])
@@ -282,7 +282,7 @@ def test_a_damaged_state_is_rebuilt_from_the_topics_and_that_is_said(harm: str) 
             assert followed.said == ""
 
 
-def test_topics_that_were_made_anew_are_not_taken_for_the_old_ones() -> None:
+def test_recreated_topics_are_not_taken_for_the_old_ones() -> None:
     world, other = busy_world(0), busy_world(1)
     with following(world, segment=20) as followed:
         reveal(followed, world, 200)

@@ -158,7 +158,7 @@ async def test_a_broker_that_is_away_for_a_while_is_asked_again(tmp_path: Path) 
     following.close()
 
 
-async def test_topics_made_anew_are_followed_from_their_beginning(tmp_path: Path) -> None:
+async def test_recreated_topics_are_followed_from_their_beginning(tmp_path: Path) -> None:
     harness = FollowingHarness(tmp_path, busy_world(0))
     await harness.write()
     following = harness.following(FollowOptions(SOON))

@@ -54,7 +54,7 @@ def lines(*values: str) -> str:
         ("[1, 2, null, 4, null, 6]", 2),
     ],
 )
-async def test_what_is_not_known_is_a_gap_and_a_value_between_gaps_is_seen(page: Page, values: str, holes: int) -> None:
+async def test_unknown_values_are_gaps_and_a_lone_value_is_drawn(page: Page, values: str, holes: int) -> None:
     assert (await page.evaluate(CURVES % lines(values)))["holes"] == holes
 
 
@@ -82,11 +82,11 @@ async def test_lines_of_runs_whose_steps_differ_have_no_gaps(page: Page) -> None
         ("span(7530)", "2 h 6 min"),
     ],
 )
-async def test_numbers_are_told_as_people_read_them(page: Page, said: str, expected: str) -> None:
+async def test_numbers_are_written_as_people_read_them(page: Page, said: str, expected: str) -> None:
     assert await page.evaluate(f'import("/charts/words.js").then(({{ short, span }}) => {said})') == expected
 
 
-async def test_where_a_pixel_holds_many_stretches_it_shows_their_shares(page: Page) -> None:
+async def test_a_pixel_with_many_stretches_shows_their_shares(page: Page) -> None:
     """Half of the time one thing, half another: the lane's upper half is of the one colour, the lower of the other."""
     shares = """(async () => {
       const { Lanes } = await import("/charts/lanes.js"), box = document.createElement("div");

@@ -58,7 +58,7 @@ async def test_a_port_that_is_taken_is_one_line(living_run: RunConnection) -> No
 
 
 @pytest.mark.parametrize("arguments", [["--port", "70000"], ["--run", "no/where"]])
-def test_mistakes_are_told_without_a_traceback(arguments: list[str]) -> None:
+def test_mistakes_are_printed_without_a_traceback(arguments: list[str]) -> None:
     done = ended("ui", "--no-open", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"error: .*\n", done.stderr)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 OUTAGE_S = 12.0
 
 
-async def test_an_outage_is_told_once_with_what_to_do_and_so_is_its_end(
+async def test_an_outage_and_its_end_are_each_reported_once_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -189,7 +189,7 @@ async def test_a_narrow_screen_needs_no_sideways_scrolling(page: Page, quiet: Se
     await page.until("document.querySelectorAll('#trajectories tbody tr').length > 10")
 
 
-async def test_pointing_at_a_curve_tells_its_values(page: Page) -> None:
+async def test_pointing_at_a_curve_shows_its_values(page: Page) -> None:
     told = r"document.querySelector('#length .u-legend').innerText.split(/\s+/).join(' ')"
     assert await page.evaluate(told) == "longest mean promotion"
     await page.point_at("#length .u-over")

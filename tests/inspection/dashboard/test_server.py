@@ -88,7 +88,7 @@ async def test_updates_begin_with_everything_and_go_on_with_what_changed(web: ai
     assert "timeline" not in events[1] or "timeline" not in events[2]
 
 
-async def test_a_trajectory_is_told_by_token_and_by_hop(web: aiohttp.ClientSession, dashboard: Served) -> None:
+async def test_a_trajectory_is_shown_by_token_and_by_hop(web: aiohttp.ClientSession, dashboard: Served) -> None:
     place = next(
         place for place, fate in dashboard.state.trajectories.fates.fates.items() if fate.startswith("trained")
     )
@@ -164,7 +164,7 @@ async def test_pages_that_are_kept_up_to_date_are_bounded(dashboard: Served, mon
         again.close()
 
 
-async def test_a_group_is_told_by_sample(web: aiohttp.ClientSession, dashboard: Served) -> None:
+async def test_a_group_is_shown_by_sample(web: aiohttp.ClientSession, dashboard: Served) -> None:
     place = next(
         place for place, fate in dashboard.state.trajectories.fates.fates.items() if fate.startswith("trained")
     )
@@ -196,7 +196,7 @@ async def test_a_long_run_says_how_far_its_index_is(
     assert told["again"]
 
 
-async def test_an_answer_that_does_not_come_is_told_in_time(
+async def test_a_missing_answer_is_reported_in_time(
     web: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def silent(*_: object) -> None:
@@ -234,7 +234,7 @@ async def test_dead_letters_are_listed_and_retried_once(web: aiohttp.ClientSessi
     assert told == [(200, "sent"), (200, "already retried"), (200, "refused"), (404, None)]
 
 
-async def test_of_two_clicks_at_once_one_sends() -> None:
+async def test_two_simultaneous_clicks_send_once() -> None:
     async with served(20.0) as dashboard, aiohttp.ClientSession(dashboard.address) as session:
         headers = {"Origin": dashboard.address[:-1], "Content-Type": "application/json"}
 

@@ -39,7 +39,7 @@ def test_a_configuration_names_run_and_broker_and_the_command_line_wins(tmp_path
     assert (found.address, found.run, found.kafka.security_protocol) == ("b:2", "mine", "SSL")
 
 
-def test_a_name_beside_a_broker_is_a_run_s(tmp_path: Path) -> None:
+def test_a_name_given_with_a_broker_is_a_runs_name(tmp_path: Path) -> None:
     assert connect(Path("mine"), "b:2").run == "mine"
 
 
@@ -60,7 +60,7 @@ def test_without_any_broker_it_says_how_to_name_one(tmp_path: Path) -> None:
         connect(Path("No Run!"), "b:2")
 
 
-def test_a_run_that_is_over_is_told_how_to_start_its_broker_again(tmp_path: Path) -> None:
+def test_a_finished_run_says_how_to_restart_its_broker(tmp_path: Path) -> None:
     path = config(tmp_path)
     (tmp_path / "runs/mine/kafka/node-1").mkdir(parents=True)
     with pytest.raises(UserError, match=r"`streamrl kafka up --data-dir runs/mine/kafka`"):
@@ -108,7 +108,7 @@ def test_runs_are_found_by_their_topics() -> None:
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_a_run_that_is_not_there_is_told_with_those_that_are(living_run: RunConnection) -> None:
+async def test_a_missing_run_is_reported_with_the_existing_ones(living_run: RunConnection) -> None:
     assert await living_run.with_run() is living_run
     with pytest.raises(UserError, match=living_run.run):
         await RunConnection(living_run.kafka, "no-such").with_run()

@@ -70,7 +70,7 @@ def test_a_record_that_does_not_decode_has_a_problem_and_its_own_fields() -> Non
     assert broken.field("worker_id") is ABSENT
 
 
-def test_a_dead_letter_tells_where_it_came_from() -> None:
+def test_a_dead_letter_names_its_source() -> None:
     headers = (("dlq-error-class", b"MalformedFrame"), ("dlq-topic", b"run.trajectories"), ("dlq-partition", b"0"))
     letter = shown_record(
         Record("run.dead-letters", 0, 1, None, b"\x01", (*headers, ("dlq-offset", b"9")), 5.0), DEAD_LETTERS

@@ -67,7 +67,7 @@ def test_the_fields_of_an_expression_are_known() -> None:
         ("(" * 60 + "a=1", "at most 50 levels"),
     ],
 )
-def test_what_is_no_expression_is_refused_with_what_was_expected(text: str, said: str) -> None:
+def test_an_invalid_filter_is_refused_with_what_was_expected(text: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         parse_filter(text)
 

@@ -20,7 +20,7 @@ from streamrl.schemas.topics import TRAJECTORIES
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_where_a_run_stands_is_read_from_the_ends_of_its_topics(living_run: RunConnection) -> None:
+async def test_the_status_of_a_run_is_read_from_the_ends_of_its_topics(living_run: RunConnection) -> None:
     status = await read_status(living_run)
     assert status.version == PolicyVersion(2, 5)
     assert status.state.progress.announced == PolicyVersion(2, 5)
@@ -64,7 +64,7 @@ async def test_shards_are_worked_out_from_what_the_trainer_reports(living_run: R
     assert shards_of(living_run, partitions, {}) is None
 
 
-async def test_a_topic_that_nobody_reads_has_its_whole_length_as_lag() -> None:
+async def test_the_lag_of_an_unread_topic_is_its_whole_length() -> None:
     lag = GroupLag(None, (PartitionLag(0, None, 0, 7),))
     assert lag.consumer_lag == 7
     assert "no consumer group" in next(iter(lag_lines(lag)))

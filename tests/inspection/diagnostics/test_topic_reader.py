@@ -44,7 +44,7 @@ async def values(bus: MemoryBus, start: Start, partitions: frozenset[int] | None
     return [int(record.value or b"") for record in found]
 
 
-async def test_reading_begins_where_it_was_told_to_and_ends_at_the_end() -> None:
+async def test_reading_starts_at_the_given_place_and_stops_at_the_end() -> None:
     bus = await filled()
     assert sorted(await values(bus, At(0))) == [0, 1, 2, 3, 4, 5]
     assert sorted(await values(bus, At(2))) == [4, 5]
@@ -100,7 +100,7 @@ async def test_following_survives_gaps_and_outages(monkeypatch: pytest.MonkeyPat
     assert notes == ["t[0]: 1 to 1 were deleted"]
 
 
-async def test_a_topic_or_partition_that_is_not_there_is_told() -> None:
+async def test_a_missing_topic_or_partition_is_reported() -> None:
     bus = await filled()
     with pytest.raises(TopicMissing):
         await values(bus, At(0), frozenset({7}))
@@ -122,6 +122,6 @@ def test_a_start_is_read(text: str, start: Start) -> None:
 
 
 @pytest.mark.parametrize("text", ["yesterday", "", "-", "-x", "-9999999", "10 parsecs"])
-def test_what_is_no_start_is_refused(text: str) -> None:
+def test_an_invalid_start_is_refused(text: str) -> None:
     with pytest.raises(UserError):
         parse_start(text, 1000.0)

@@ -92,7 +92,7 @@ def test_independent_culprits_are_found_one_after_the_other() -> None:
     assert sorted(map(tuple, search.culprits())) == [("b",), ("g",)]
 
 
-def test_what_only_fails_together_is_found_as_one_set() -> None:
+def test_items_that_fail_only_together_are_found_as_one_set() -> None:
     weights = dict(zip("abcdef", (1, 5, 1, 4, 1, 1), strict=True))
     found = DeltaDebugging("abcdef", lambda items: sum(weights[item] for item in items) > 8).culprits()
     assert found == [["b", "d"]]
@@ -109,6 +109,6 @@ def test_a_single_culprit_takes_few_questions() -> None:
     assert len(asked) <= 17
 
 
-def test_what_does_not_fail_has_no_culprits() -> None:
+def test_a_set_that_does_not_fail_has_no_culprits() -> None:
     assert DeltaDebugging([1, 2, 3], lambda items: False).culprits() == []
     assert DeltaDebugging([], lambda items: True).culprits() == []

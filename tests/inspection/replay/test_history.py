@@ -68,7 +68,7 @@ async def test_a_history_goes_from_the_order_to_the_weights_in_use(tmp_path: Pat
     assert by_place.trajectory.trajectory_id == "p/0/0/1"
 
 
-async def test_a_repeat_is_shown_beside_the_record_that_was_trained(tmp_path: Path, model_path: Path) -> None:
+async def test_a_repeat_is_shown_next_to_the_record_that_was_trained(tmp_path: Path, model_path: Path) -> None:
     groups = usual_groups(2)
     run = await record(tmp_path, model_path, [[*groups[0], groups[0][0]], *groups[1:]])
     history = await tracer(run).trace("p/0/0/0")
@@ -76,7 +76,7 @@ async def test_a_repeat_is_shown_beside_the_record_that_was_trained(tmp_path: Pa
     assert [event.what for event in history.events].count("appended") == 2
 
 
-async def test_what_a_crash_undid_is_shown_and_does_not_count(tmp_path: Path, model_path: Path) -> None:
+async def test_steps_undone_by_a_crash_are_shown_and_do_not_count(tmp_path: Path, model_path: Path) -> None:
     run = await record(tmp_path, model_path, usual_groups(6), crash_at=5)
     history = await tracer(run).trace("p/8/0/0")
     trained = [event.detail for event in history.events if event.what == "trained"]
@@ -85,7 +85,7 @@ async def test_what_a_crash_undid_is_shown_and_does_not_count(tmp_path: Path, mo
     assert [seen.fate for seen in history.records] == ["trained in step 5"]
 
 
-async def test_what_was_neither_trained_nor_skipped_is_pending_and_left_over_once_the_run_is_finished(
+async def test_an_unfinished_trajectory_is_pending_and_left_over_after_the_run(
     tmp_path: Path, model_path: Path
 ) -> None:
     run = await record(tmp_path, model_path, usual_groups(2))
@@ -105,7 +105,7 @@ async def test_what_was_neither_trained_nor_skipped_is_pending_and_left_over_onc
     ("name", "message"),
     [("p/99/0/0", "which is not there"), ("0@9999", "it holds offsets 0 to"), ("99@0", "no such partition")],
 )
-async def test_what_is_not_there_is_said_in_one_line(tmp_path: Path, model_path: Path, name: str, message: str) -> None:
+async def test_an_unknown_trajectory_gives_one_line(tmp_path: Path, model_path: Path, name: str, message: str) -> None:
     run = await record(tmp_path, model_path, usual_groups(1))
     with pytest.raises(UserError, match=message):
         await tracer(run).trace(name)

@@ -88,7 +88,7 @@ async def test_a_step_that_a_crash_undid_is_replayed_by_its_lineage(run: Recorde
     assert (undone.rebuilt.version, undone.rebuilt.verdict) == ("1-7", "bit-equal")
 
 
-async def test_weights_that_were_trained_otherwise_differ_and_are_named(run: Recorded) -> None:
+async def test_differently_trained_weights_are_found_and_named(run: Recorded) -> None:
     otherwise = replace(run, training=run.training.model_copy(update={"learning_rate": 2e-2}))
     (found,) = await otherwise.replays(3, 3)
     assert found.rebuilt.verdict == "differs"
@@ -106,7 +106,7 @@ async def test_a_checkpoint_that_does_not_verify_gives_way_to_the_one_before(tmp
     assert (found.rebuilt.start, found.rebuilt.verdict) == ("checkpoint 1-3", "bit-equal")
 
 
-async def test_a_what_if_stands_beside_the_original_and_changes_nothing_of_it(run: Recorded) -> None:
+async def test_a_what_if_is_shown_next_to_the_original_without_changing_it(run: Recorded) -> None:
     config = run.config()
     narrow = config.algorithm.model_copy(update={"epsilon": 0.01, "epsilon_high": 0.01})
     for algorithm in (narrow, AlgorithmSettings(name="rloo")):

@@ -15,7 +15,7 @@ class Thing:
     verdict: str = "fine"
 
 
-def test_what_is_not_finite_becomes_text() -> None:
+def test_infinite_numbers_become_text() -> None:
     thing = Thing(PolicyVersion(1, 2), (1.5, math.inf, -math.inf, math.nan))
     assert json.loads(as_json({"thing": thing, "array": np.array([1, 2], dtype="<i4")})) == {
         "thing": {"version": [1, 2], "values": [1.5, "inf", "-inf", "nan"], "verdict": "fine"},

@@ -146,7 +146,7 @@ async def test_curves_are_smoothed_if_wanted_and_tell_what_was_measured(browser:
 
 
 @in_browser
-async def test_pointing_at_a_curve_tells_its_values(page: Page) -> None:
+async def test_pointing_at_a_curve_shows_its_values(page: Page) -> None:
     await page.point_at("#curves .u-over")
     assert re.match(r"step \d+\s\D+\d", await page.evaluate(LEGEND))
     await page.point_at("h1")

@@ -21,7 +21,7 @@ def summed(steps: int, **options: Any) -> Summary:
     return build_summary(state, **given | {"run_seconds": 20.4, "resumed_from": 0} | options)
 
 
-def test_the_rates_are_those_of_the_seconds_beside_them() -> None:
+def test_rates_belong_to_the_seconds_next_to_them() -> None:
     summary = summed(20)
     assert summary["step_seconds"] * summary["trajectories_per_s"] == pytest.approx(summary["trajectories"])
     assert summary_lines(summary)[1:4] == [
@@ -62,7 +62,7 @@ def test_a_run_ends_with_what_it_sampled_and_did_not_train() -> None:
     assert not [line for line in summary_lines(summed(20)) if "left over" in line]
 
 
-def test_a_run_without_a_step_tells_no_reward() -> None:
+def test_a_run_without_a_step_shows_no_reward() -> None:
     summary = summed(0)
     assert summary["reward_first"] is None
     assert not [line for line in summary_lines(summary) if line.startswith("reward")]

@@ -57,7 +57,7 @@ async def test_several_may_look_at_once_and_each_interval_is_an_object(living_ru
         assert await within(each.wait(), 15) == 128 + signal.SIGTERM
 
 
-async def test_whoever_stops_reading_ends_it_quietly(living_run: RunConnection) -> None:
+async def test_a_closed_pipe_ends_the_command_quietly(living_run: RunConnection) -> None:
     command = " ".join((*TOP, "--interval", "0.2", *named(living_run)))
     process = await asyncio.create_subprocess_shell(f"{command} | head -n 1", stderr=asyncio.subprocess.PIPE)
     _, err = await within(process.communicate(), 40)
@@ -113,7 +113,7 @@ def test_an_unknown_run_is_one_line(living_run: RunConnection) -> None:
 
 @pytest.mark.parametrize("arguments", [["--bootstrap-servers", "127.0.0.1:1", "--run", "r"], ["--run", "no/where"],
                                        ["--interval", "0"]])  # fmt: skip
-def test_mistakes_are_told_without_a_traceback(arguments: list[str]) -> None:
+def test_mistakes_are_printed_without_a_traceback(arguments: list[str]) -> None:
     done = ended("top", "--once", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"error: .*\n", done.stderr)

@@ -21,7 +21,7 @@ def test_a_line_is_there_from_the_first_moment_on() -> None:
     json.dumps(object_of(RunState("r"), 1.0, 0), allow_nan=False)
 
 
-def test_an_object_holds_only_events_that_were_not_told_before() -> None:
+def test_an_object_holds_only_events_that_were_not_printed_before() -> None:
     run = MadeUpState(30.0)
     first = object_of(run.state, run.now, 0)
     told = run.state.log.numbered

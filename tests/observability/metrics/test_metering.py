@@ -36,7 +36,7 @@ def metered(meters: Meters) -> tuple[Bus, MeteringObserver]:
     return observed(bus, observer), observer
 
 
-async def test_what_is_written_and_read_is_counted_and_unchanged(meters: Meters) -> None:
+async def test_records_written_and_read_are_counted_and_unchanged(meters: Meters) -> None:
     bus, _ = metered(meters)
     subscription = await bus.subscribe(["r.steps"], client_id="c")
     publisher = await bus.publisher("p")

@@ -155,7 +155,9 @@ def test_a_tracker_that_is_broken_by_chance_is_opened_again(tmp_path: Path, monk
     assert [line["name"] for line in said] == ["tensorboard", "tensorboard"]
 
 
-def test_what_a_library_says_over_lines_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_of_a_library_over_several_lines_becomes_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "TensorBoardWriter", BrokenLibrary(ValueError("no\n  such\nthing"), 1))
     with pytest.raises(SettingsError, match=r"open tensorboard of tracking.to in .*, got ValueError: no such thing; "):
         open_writer("tensorboard", "p", "r", tmp_path, {})

@@ -36,11 +36,11 @@ def test_a_name_and_its_parts(name: str, parts: tuple[str, int]) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"1", b"1@", b"@1", b"\xff@1", b"-1@2", b"1@" + b"9" * 30])
-def test_a_header_that_tells_no_position(content: bytes | None) -> None:
+def test_a_header_without_a_position_gives_none(content: bytes | None) -> None:
     assert position_in(content) is None
 
 
-def test_what_workers_of_an_arm_hold_is_not_taken_for_served_weights() -> None:
+def test_weights_held_by_workers_of_an_arm_are_not_taken_for_served_ones() -> None:
     rows, topic = Rows(), HEARTBEATS.full_name("r")
     for policy in ("", "rloo-1"):
         out = Outgoing.of(topic, examples()["heartbeat"].replace(worker_id=f"of-{policy}", policy=policy), key="w")

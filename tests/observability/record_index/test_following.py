@@ -165,7 +165,7 @@ async def test_the_index_is_never_trusted() -> None:
     assert fates_of(await found_by(follower, "d/7/0/1")) == anew.truth()["d/7/0/1"]  # type: ignore[arg-type]
 
 
-async def test_what_retention_deleted_before_it_was_read_is_passed_over(tmp_path: Path) -> None:
+async def test_records_deleted_by_retention_before_reading_are_passed_over(tmp_path: Path) -> None:
     run, index = small_run(), RecordIndex(tmp_path / "records.sqlite")
     await run.follower(index).catch_up()
     for number in range(40):
@@ -195,7 +195,7 @@ async def test_a_run_without_topics_is_one_line() -> None:
         await run.follower(RecordIndex(None)).catch_up()
 
 
-async def test_the_loop_indexes_what_comes_and_ends_when_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_loop_indexes_new_records_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "FIRST_FOLLOW_S", 0.01)
     monkeypatch.setattr(following, "FOLLOW_EVERY_S", 0.01)
     run, index, stop = small_run(), RecordIndex(None), asyncio.Event()
@@ -211,7 +211,7 @@ async def test_the_loop_indexes_what_comes_and_ends_when_it_is_told(monkeypatch:
         await task
 
 
-def test_where_an_index_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_is_kept_in_the_runs_directory_or_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "cache"))
     (tmp_path / "run").mkdir()
     with open_index(tmp_path / "run", "a:1", "r") as own, open_index(None, "a:1", "r") as cached:
@@ -225,7 +225,7 @@ def test_where_an_index_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert nowhere.path is None
 
 
-async def test_what_was_finished_on_another_cluster_is_told_and_not_as_what_it_was_there() -> None:
+async def test_records_finished_on_another_cluster_are_reported_as_finished_elsewhere() -> None:
     run = small_run()
     run.step([(0, 0), (0, 1)])
     run.skip((1, 0), SkipReason.STALE)
@@ -246,7 +246,7 @@ async def test_what_was_finished_on_another_cluster_is_told_and_not_as_what_it_w
             assert told == ({"finished elsewhere"} if records.keys() & run.current.carried else set())
 
 
-async def test_a_fate_that_may_have_changed_is_looked_for_only_where_fates_are_told(
+async def test_changed_fates_are_looked_for_only_on_topics_that_hold_fates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a run that goes on, most of what comes is trajectories and orders, and somebody waits."""

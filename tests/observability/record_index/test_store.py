@@ -91,7 +91,7 @@ def test_a_file_that_is_damaged_later_is_cleared(tmp_path: Path) -> None:
         assert index.reading() == {}
 
 
-def test_another_format_is_begun_anew(tmp_path: Path) -> None:
+def test_an_index_of_another_format_is_built_again(tmp_path: Path) -> None:
     path = tmp_path / "i.sqlite"
     with RecordIndex(path) as index:
         index.add(rows("a"), {}, {TP: ReadPosition(1)})

@@ -98,7 +98,7 @@ def test_a_metric_that_a_step_lacks_is_a_gap() -> None:
     assert curves.columns()["loss"] == [None]
 
 
-def test_ages_are_told_of_those_that_were_seen() -> None:
+def test_ages_are_those_of_the_trajectories_seen() -> None:
     fates = TrajectoryFates()
     fates.arrived((0, 1), 4)
     fates.arrived((0, 2), 6)

@@ -115,7 +115,7 @@ async def test_the_recent_past_begins_where_all_partitions_are_whole() -> None:
     assert set(state.trajectories.fates.oldest_version) == {(1, 7), (1, 8), (2, 1)}
 
 
-async def test_what_comes_is_read_from_the_bus_without_prefetch() -> None:
+async def test_new_records_are_read_without_prefetch() -> None:
     bus, made_up = a_past(5.0)
     calm = Asked(bus)
     state, stop = RunState(RUN), asyncio.Event()
@@ -128,7 +128,7 @@ async def test_what_comes_is_read_from_the_bus_without_prefetch() -> None:
     assert calm.topics == sorted(topic.full_name(RUN) for topic in {*RECENT, *COUNTED})
 
 
-async def test_a_topic_that_was_made_anew_is_followed_from_where_it_is() -> None:
+async def test_a_recreated_topic_is_followed_from_its_present_position() -> None:
     bus, _ = a_past(5.0)
     control = TopicPartition(f"{RUN}.control", 0)
     state, stop = RunState(RUN), asyncio.Event()
@@ -147,7 +147,7 @@ async def test_a_topic_that_was_made_anew_is_followed_from_where_it_is() -> None
     await within(task, 5)
 
 
-async def test_lag_is_what_the_trainer_has_not_finished_also_of_what_comes_after_its_step() -> None:
+async def test_lag_counts_unfinished_trajectories_and_those_after_the_last_step() -> None:
     bus, made_up = a_past(5.0)
     state, stop = RunState(RUN), asyncio.Event()
     task = asyncio.create_task(RunFeed(bus, state, SHARDS, pace_s=lambda: 0.01).run(stop))
@@ -172,7 +172,7 @@ def bus_record(bus: MemoryBus) -> Outgoing:
     return Outgoing(held.topic, held.value, held.key, held.partition, held.headers)
 
 
-async def test_an_outage_is_told_once_however_often_the_broker_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_outage_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrl.observability.run_state.feed.ENDS_EVERY_S", 0.01)
     bus, _ = a_past(5.0)
     state, stop = RunState(RUN), asyncio.Event()

@@ -7,7 +7,7 @@ from streamrl.observability.run_state.pace import OFTEN_S, SELDOM_S, Pace, Proce
     ("free", "seconds"),
     [(1.0, OFTEN_S), (0.3, OFTEN_S), (0.225, (OFTEN_S + SELDOM_S) / 2), (0.15, SELDOM_S), (0.0, SELDOM_S)],
 )
-def test_who_looks_does_so_seldom_where_processors_are_scarce(free: float, seconds: float) -> None:
+def test_displays_update_less_often_on_busy_processors(free: float, seconds: float) -> None:
     assert pace_for(free) == pytest.approx(seconds)
 
 

@@ -20,7 +20,7 @@ def test_a_snapshot_is_plain_data_from_the_first_moment_on() -> None:
     assert full["loop"]["announced"] == "2-4"
 
 
-def test_what_a_finished_run_did_not_train_is_left_over() -> None:
+def test_trajectories_that_a_finished_run_did_not_train_are_left_over() -> None:
     bus, state = topics_of("r"), RunState("r")
     first = next(each for each in MadeUpRun(0.0).happenings() if each.topic is TRAJECTORIES)
     append(bus, "r", first)

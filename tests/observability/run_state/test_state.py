@@ -207,7 +207,7 @@ def test_health_follows_what_is_heard() -> None:
     assert health(BEGIN + 1) == "finished"
 
 
-def test_a_silent_worker_is_told_once_and_again_when_it_speaks() -> None:
+def test_a_silent_worker_is_reported_once_and_again_when_it_returns() -> None:
     state, beat = RunState(RUN), examples()["heartbeat"].replace(sent_at=BEGIN, state=WorkerState.READY)
     state.observe_message(beat)
     for later in (5.0, 11.0, 12.0):

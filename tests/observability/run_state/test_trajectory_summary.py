@@ -70,7 +70,7 @@ def test_few_are_all_looked_into() -> None:
     assert sampled(range(MOST)) == set(range(MOST))
 
 
-def test_of_many_the_newest_and_some_of_all_the_others_are() -> None:
+def test_the_newest_and_a_spread_of_the_older_ones_are_sampled() -> None:
     many = range(0, 10 * MOST, 2)
     found = sampled(many)
     assert len(found) == MOST

@@ -94,9 +94,7 @@ async def test_one_trace_goes_around_the_loop_on_kafka(run: str, bootstrap_serve
     assert_one_trace(loop, await loop.play(tmp_path))
 
 
-async def test_what_is_not_sampled_carries_no_header_and_has_no_span(
-    run: str, memory_bus: MemoryBus, tmp_path: Path
-) -> None:
+async def test_unsampled_traces_leave_no_header_and_no_span(run: str, memory_bus: MemoryBus, tmp_path: Path) -> None:
     loop = TracedLoop(memory_bus, settings(run, sample_ratio=0.0))
     records = await loop.play(tmp_path)
     assert loop.spans == []

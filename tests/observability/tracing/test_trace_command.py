@@ -56,7 +56,7 @@ def run_of(traces: Path) -> str:
     return str(traces.parent)
 
 
-def test_a_group_is_a_tree_with_the_steps_behind_it(traces: Path) -> None:
+def test_a_group_is_a_tree_with_the_steps_after_it(traces: Path) -> None:
     lines = printed("a/0/0", "--run", run_of(traces))
     assert lines[0] == f"trace {0xA:032x}"
     assert [line[:28].rstrip() for line in lines[1:]] == [
@@ -88,7 +88,7 @@ def test_a_trace_id_will_do_and_json_has_everything(traces: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a/0/9", "a", f"{0xC:032x}"])
-def test_what_is_not_there_is_said(traces: Path, name: str) -> None:
+def test_an_unknown_name_is_refused(traces: Path, name: str) -> None:
     with pytest.raises(UserError, match="expected a trajectory, a group, a request or a trace id"):
         find(traces, name)
 

@@ -143,7 +143,7 @@ def test_moved_and_restored_groups_hold_others_back_until_they_are_produced(
     assert ledger.oldest_missing is None
 
 
-def test_groups_that_ended_hold_nobody_back() -> None:
+def test_ended_groups_do_not_hold_admission_back() -> None:
     ledger = _ledger()
     ledger.admit("a", v(0))
     ledger.end("a", 0)

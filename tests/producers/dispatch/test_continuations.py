@@ -63,7 +63,7 @@ def test_a_worker_that_restarted_is_looked_for_where_its_former_process_wrote() 
     assert reordered(state, "w0", 1.0).partials == (source("w0", 70),)
 
 
-def test_of_a_worker_that_nobody_remembers_everything_is_looked_through() -> None:
+def test_all_chunks_of_an_unknown_worker_are_searched() -> None:
     """After a restart of everything later than heartbeats are kept."""
     state = DispatchState(
         LOOP.model_copy(update={"heartbeat_timeout_s": 5.0}), DispatchSettings(), ConstantLength(LOOP)
@@ -74,7 +74,7 @@ def test_of_a_worker_that_nobody_remembers_everything_is_looked_through() -> Non
     assert reordered(state, "w1", 0.0).partials == (source("w0", 0),)
 
 
-def test_whoever_had_the_order_is_named_and_of_one_partition_the_earliest_offset() -> None:
+def test_every_earlier_worker_is_named_with_its_earliest_offset() -> None:
     state = state_with(order(GROUP), partials_from=70)
     state.observe(heartbeat("w1", partials_from=30), 6.0)
     reordered(state, "w1", 6.0)

@@ -296,7 +296,7 @@ async def test_the_end_of_the_run_ends_the_loop(harness: DispatcherHarness) -> N
     await within(harness.task, 3)
 
 
-async def test_bytes_that_are_not_ours_are_left_to_the_trainer(harness: DispatcherHarness) -> None:
+async def test_the_dispatcher_ignores_records_that_do_not_decode(harness: DispatcherHarness) -> None:
     publisher = await harness.bus.publisher("test")
     for topic in ("r.trajectories", "r.heartbeats", "r.steps", "r.skips", "r.control"):
         await publisher.publish(Outgoing(topic, b"\xff", "key", 0))
@@ -392,7 +392,7 @@ async def test_the_only_worker_gets_what_it_swallowed_again_with_growing_patienc
     await harness.end()
 
 
-async def test_admission_goes_on_after_orders_that_nobody_ever_carried_out() -> None:
+async def test_admission_continues_after_orders_that_were_never_carried_out() -> None:
     time = 1_000.0
     settings = DispatchSettings(order_timeout_s=10.0)
     harness = DispatcherHarness(clock=lambda: time, loop=PATIENT, settings=settings, max_attempts=2)

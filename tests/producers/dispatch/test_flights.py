@@ -20,7 +20,7 @@ def test_a_produced_sample_leaves_the_worker_but_the_group_stays() -> None:
     assert (table.load("w0"), len(table), list(table.unfinished())) == ((0, 0), 1, [])
 
 
-def test_what_is_missing_moves_with_its_load() -> None:
+def test_a_flight_sent_elsewhere_takes_its_load_along() -> None:
     table = FlightTable()
     flight = _sent(table)
     table.produced("toy/0/0", 0, 0.0)
@@ -68,7 +68,7 @@ def test_skips_that_will_be_judged_again_are_forgotten() -> None:
     assert not table.skip("toy/0/0", "toy/0/0/1", 5, closed=False)
 
 
-def test_what_was_given_up_is_nobodys_load_and_misses_nothing() -> None:
+def test_an_abandoned_flight_is_no_load_and_misses_nothing() -> None:
     table = FlightTable()
     flight = _sent(table)
     table.give_up(flight)

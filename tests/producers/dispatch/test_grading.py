@@ -33,7 +33,7 @@ def state_with(one: WorkOrder) -> DispatchState:
     return state
 
 
-def test_a_sample_in_grading_is_nobodys_to_sample_and_keeps_its_group_from_being_whole() -> None:
+def test_a_sample_in_grading_is_not_sampled_again_and_keeps_its_group_open() -> None:
     one = order()
     state = state_with(one)
     for sample in one.sample_indices:
@@ -75,7 +75,7 @@ def test_a_length_is_learnt_once() -> None:
     assert seen == [5]
 
 
-def test_what_a_lost_worker_left_to_the_graders_is_not_ordered_again() -> None:
+def test_samples_at_the_graders_are_not_ordered_again_when_their_worker_is_lost() -> None:
     one = order()
     state = state_with(one)
     state.observe(ungraded(one, 0), 1.0)

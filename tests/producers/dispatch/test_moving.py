@@ -71,7 +71,7 @@ def other(worker: str) -> str:
     return {"w0": "w1", "w1": "w0"}[worker]
 
 
-async def test_the_tail_of_one_worker_goes_to_the_other_once_it_has_let_go() -> None:
+async def test_the_tail_of_one_worker_goes_to_the_other_after_its_release() -> None:
     moving = Moving()
     release = await moving.taken_back()
     sent = moving.sent(release)
@@ -98,7 +98,7 @@ async def test_nothing_is_taken_back_while_no_prompt_may_begin() -> None:
     await moving.harness.end()
 
 
-async def test_what_is_whole_is_waited_for_and_not_ordered_again() -> None:
+async def test_whole_samples_are_waited_for_and_not_ordered_again() -> None:
     moving = Moving()
     release = await moving.taken_back()
     sent = moving.sent(release)
@@ -114,7 +114,7 @@ async def test_what_is_whole_is_waited_for_and_not_ordered_again() -> None:
     await moving.harness.end()
 
 
-async def test_what_another_attempt_or_process_let_go_of_counts_for_nothing() -> None:
+async def test_releases_by_another_attempt_or_process_are_ignored() -> None:
     moving = Moving()
     release = await moving.taken_back()
     sent = moving.sent(release)
@@ -166,7 +166,7 @@ async def test_a_target_takes_as_many_groups_as_it_has_room_for() -> None:
     await moving.harness.end()
 
 
-async def test_what_was_let_go_is_settled_once_another_order_says_where_it_is_and_not_before() -> None:
+async def test_a_release_is_settled_once_another_order_names_its_place() -> None:
     moving = Moving()
     release = await moving.taken_back()
     sent, source = moving.sent(release), release.worker_id
@@ -211,7 +211,7 @@ async def test_a_target_that_is_lost_first_is_not_waited_for_and_moves_are_no_fa
     await moving.harness.end()
 
 
-async def test_a_restarted_dispatcher_finds_what_was_let_go_meanwhile() -> None:
+async def test_a_restarted_dispatcher_finds_releases_made_meanwhile() -> None:
     moving = Moving()
     release = await moving.taken_back()
     sent = moving.sent(release)
@@ -224,7 +224,7 @@ async def test_a_restarted_dispatcher_finds_what_was_let_go_meanwhile() -> None:
     await moving.harness.end()
 
 
-async def test_workers_that_cannot_let_go_are_left_alone_and_so_are_all_unless_it_is_wanted() -> None:
+async def test_workers_are_asked_to_release_only_if_able_and_if_repack_is_set() -> None:
     for settings, fields in ((SETTINGS, {"released": None}), (SETTINGS.model_copy(update={"repack": False}), {})):
         moving = Moving(DispatcherHarness(settings=settings))
         await moving.harness.step(0)

@@ -36,7 +36,7 @@ async def test_pending_prompts_name_their_group_and_carry_an_estimate() -> None:
     assert [(one.position, one.group_id) for one in pending] == [(3, "toy/3/0"), (12, "toy/2/1")]
 
 
-async def test_what_was_drawn_ahead_is_read_once_and_estimated_anew() -> None:
+async def test_prefetched_prompts_are_read_once_and_estimated_again() -> None:
     predictor, source = _Counting(), CountedSource()
     prefetcher = _prefetcher(predictor, source)
     assert not await prefetcher.prepare([0, 1])

@@ -13,7 +13,7 @@ def _progress(longest: int = 10_000) -> Progress:
     return Progress(lambda worker_id: CURVE, longest)
 
 
-def test_what_is_left_follows_the_curve() -> None:
+def test_remaining_tokens_follow_the_speed_curve() -> None:
     progress = _progress()
     progress.send("w0", 4, [("a", 0)], ExpectedLength(1000), now=0.0)
     assert progress.remaining("w0", 2.0).running == (900,)
@@ -22,7 +22,7 @@ def test_what_is_left_follows_the_curve() -> None:
     assert (remaining.running, remaining.tokens, remaining.outgrown) == ((800, 400), 1200, ())
 
 
-def test_what_has_no_slot_waits_and_begins_in_order() -> None:
+def test_samples_without_a_slot_wait_and_start_in_order() -> None:
     progress = _progress()
     progress.send("w0", 1, [("a", 0), ("a", 1)], ExpectedLength(100), now=0.0)
     assert progress.remaining("w0", 1.0).waiting == (100,)
@@ -30,7 +30,7 @@ def test_what_has_no_slot_waits_and_begins_in_order() -> None:
     assert progress.remaining("w0", 3.0).running == (50,)
 
 
-def test_a_completion_that_outgrew_its_estimate_is_expected_to_go_on_for_half_of_what_it_has() -> None:
+def test_a_completion_that_outgrew_its_estimate_is_expected_to_grow_by_half() -> None:
     progress = _progress(longest=1000)
     progress.send("w0", 1, [("a", 0)], ExpectedLength(100), now=0.0)
     assert progress.remaining("w0", 8.0).outgrown == (200,)
@@ -38,7 +38,7 @@ def test_a_completion_that_outgrew_its_estimate_is_expected_to_go_on_for_half_of
     assert progress.remaining("w0", 2.1).outgrown == (50,)
 
 
-def test_of_a_completion_that_outgrew_a_sure_estimate_little_is_still_to_come() -> None:
+def test_a_completion_that_outgrew_a_precise_estimate_is_expected_to_end_soon() -> None:
     progress = _progress()
     progress.send("w0", 2, [("a", 0)], ExpectedLength(1000, deviation=0.2), now=0.0)
     assert progress.remaining("w0", 19.0).running == (50,)
@@ -48,7 +48,7 @@ def test_of_a_completion_that_outgrew_a_sure_estimate_little_is_still_to_come() 
     assert beyond_belief == 1000
 
 
-def test_what_was_dropped_is_not_counted() -> None:
+def test_dropped_samples_are_not_counted() -> None:
     progress = _progress()
     progress.send("w0", 1, [("a", 0), ("a", 1)], ExpectedLength(100), now=0.0)
     progress.drop("w0", [("a", 0)], 1.0)

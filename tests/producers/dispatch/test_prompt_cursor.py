@@ -12,7 +12,7 @@ def test_positions_come_in_order() -> None:
     assert (positions.cursor, positions.upcoming(2)) == (6, [6, 7])
 
 
-def test_what_a_window_left_unsent_comes_first_after_a_restart() -> None:
+def test_unsent_prompts_of_a_window_come_first_after_a_restart() -> None:
     positions = PromptCursor(window=4)
     for position in (0, 1, 2, 3, 7, 5):
         positions.see(position)

@@ -141,7 +141,7 @@ async def test_rows_of_an_older_lineage_are_undone_by_the_next() -> None:
     assert flying == ["toy/0/0", "toy/2/0"]
 
 
-async def test_rows_of_a_lineage_that_was_left_behind_count_for_nothing() -> None:
+async def test_rows_of_an_abandoned_lineage_do_not_count() -> None:
     """Lineage 2 goes back to step 1 and skips a group; lineage 3 goes on from step 3 of lineage 1."""
     harness = DispatcherHarness()
     await harness.step(0)

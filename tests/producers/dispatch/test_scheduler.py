@@ -145,7 +145,7 @@ def test_a_window_is_sent_before_the_next_is_drawn() -> None:
 
 
 @pytest.mark.parametrize(("mode", "gives_up_slots"), [("synchronous", True), ("one_step_async", False)])
-def test_no_slot_is_given_up_for_a_finish_that_nobody_waits_for(mode: str, gives_up_slots: bool) -> None:
+def test_no_slot_is_freed_for_a_finish_that_has_no_waiter(mode: str, gives_up_slots: bool) -> None:
     """The next batch is sampled behind this one, and is not due before the step in between."""
     loop = LOOP.model_copy(update={"mode": mode, "groups_per_step": 128, "max_completion_length": 1000})
     state = DispatchState(loop, DispatchSettings(), ConstantLength(loop))
@@ -186,7 +186,7 @@ def test_a_worker_that_comes_later_gets_its_share() -> None:
         lambda state: state.observe(heartbeat("w0", incarnation="b", state=WorkerState.STARTING, capacity=1), 1.0),
     ],
 )
-def test_what_a_leaving_worker_was_not_sent_is_planned_anew(leave: Callable[[DispatchState], None]) -> None:
+def test_unsent_orders_of_a_leaving_worker_are_planned_again(leave: Callable[[DispatchState], None]) -> None:
     state, scheduler = _scheduler()
     for name in ("w0", "w1"):
         state.observe(heartbeat(name, capacity=1), 0.0)

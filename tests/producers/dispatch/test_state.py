@@ -46,7 +46,7 @@ def test_the_end_of_an_earlier_run_of_that_name_is_not_ours(state: DispatchState
     assert state.finished
 
 
-def test_what_a_requester_had_sampled_is_no_affair_of_the_dispatcher(state: DispatchState) -> None:
+def test_the_dispatcher_ignores_trajectories_of_requesters(state: DispatchState) -> None:
     made = trajectory(_admit(state), 0)
     before = (state.cursor, _missing(state), state.ledger.in_flight)
     state.observe(
@@ -188,7 +188,7 @@ def test_every_group_is_completed_with_aborted_samples_if_it_is_given_up(state: 
     assert state.ledger.in_flight == 1
 
 
-def test_what_the_trainer_takes_for_no_sample_of_its_group_stays_missing(state: DispatchState) -> None:
+def test_a_sample_that_the_trainer_rejects_stays_missing(state: DispatchState) -> None:
     admitted = _admit(state)
     state.observe(trajectory(admitted, 1).replace(trajectory_id="elsewhere/7"), 1.0)
     assert _missing(state) == 2

@@ -55,7 +55,7 @@ def test_no_simple_strategy_is_predicted_to_be_better_in_any_mode(
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(ITEMS, WORKERS)
-def test_longest_first_stays_within_a_longest_completion_of_what_the_others_reach(
+def test_longest_first_ends_at_most_one_longest_completion_after_the_others(
     items: list[Item], workers: list[WorkerCapacity]
 ) -> None:
     """Graham's bound for list scheduling, as loads go: an item goes where least is to be done."""

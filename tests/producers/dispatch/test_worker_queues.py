@@ -49,7 +49,7 @@ def test_free_slots_take_from_other_queues() -> None:
     assert queues.stolen == 1
 
 
-def test_what_would_end_later_at_the_thief_stays_unless_all_would() -> None:
+def test_orders_that_would_end_later_at_the_other_worker_stay_unless_all_would() -> None:
     queues = _queues([90, 2, 1], [])
     assert _next(queues, _worker("b"), _worker("a", 2)) == (1, "b")
     queues = _queues([90], [])

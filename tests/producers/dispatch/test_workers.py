@@ -39,7 +39,7 @@ def test_a_new_incarnation_has_none_of_the_orders_of_the_old_one() -> None:
     assert known.incarnation == "b"
 
 
-def test_our_own_silence_costs_nobody_a_lease() -> None:
+def test_a_pause_of_our_own_expires_no_lease() -> None:
     workers = LiveWorkers(timeout_s=10)
     workers.observe(heartbeat(), at=0)
     workers.extend(60)

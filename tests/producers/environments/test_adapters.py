@@ -84,7 +84,7 @@ async def test_a_server_of_openenv_is_an_environment() -> None:
     await away.close()  # type: ignore[union-attr]
 
 
-async def test_what_cannot_be_loaded_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_environments_that_cannot_be_loaded_give_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verifiers", None)  # as where it is not installed
     here = "tests.producers.environments.test_adapters"
     made = loaded(f"{here}:Program", {"reward": 2.0})

@@ -251,7 +251,7 @@ async def test_groups_before_a_promoted_policy_are_not_awaited(tmp_path: Path) -
         assert role.counts.begun == 2
 
 
-async def test_what_a_detached_instance_ended_before_is_of_no_group_that_is_played(tmp_path: Path) -> None:
+async def test_groups_ended_by_an_earlier_life_of_an_instance_are_ignored(tmp_path: Path) -> None:
     engine = ScriptedEngine(says={"?": "5"})
     async with running_gateway(tmp_path, engines=[engine], tokenizer=TextTokenizer()) as it:
         await attach(it, mode="detached")
@@ -267,7 +267,7 @@ async def test_what_a_detached_instance_ended_before_is_of_no_group_that_is_play
             assert (role.counts.begun, role.counts.ended) == (2, 1)
 
 
-async def test_topics_of_an_instance_that_are_gone_stop_nobody(tmp_path: Path) -> None:
+async def test_missing_topics_of_an_instance_stop_no_process(tmp_path: Path) -> None:
     async with guessing(tmp_path) as (it, role):
         await say(it, InstanceState(sequence=7, sent_at=0.0, policy="gone", algorithm="rloo", mode="run"))
         await until(lambda: "gone" in role.accounts.policies)

@@ -61,7 +61,7 @@ async def test_a_program_runs_without_network_and_within_its_limits() -> None:
     assert said.count("Error") >= 3
 
 
-async def test_a_program_is_ended_in_time_and_told_of_in_part() -> None:
+async def test_a_program_is_ended_in_time_and_its_output_is_cut() -> None:
     tool = PythonTool(tasks=TASKS, timeout_s=1.0)
     assert await told(tool, "while True: pass") == "timed out after 1 s"
     assert len(await told(tool, "while True: print('x' * 1000)")) == MAX_OUTPUT

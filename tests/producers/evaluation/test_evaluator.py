@@ -139,7 +139,7 @@ async def test_every_sample_ends_or_is_given_up_after_so_many_lost_workers(harne
     assert report.metrics["eval/pass@1"] == pytest.approx((PROMPTS - 1) / PROMPTS)
 
 
-async def test_what_a_worker_declines_is_ordered_elsewhere_at_once_and_is_no_loss(harness: EvaluatorHarness) -> None:
+async def test_a_declined_order_is_sent_elsewhere_at_once_and_counts_as_no_loss(harness: EvaluatorHarness) -> None:
     """It turned to an arm and back before it was heard again: its weights are the served policy's as they were."""
     harness.settings = {"samples": 1}
     async with harness.running():

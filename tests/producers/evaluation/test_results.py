@@ -51,7 +51,7 @@ def test_figures_are_by_set_and_what_is_missing_has_failed() -> None:
     assert found["eval/hard/mean_length"] == 5.0
 
 
-def test_what_passes_is_all_rewards_or_the_named_one_or_the_sum_that_is_set() -> None:
+def test_a_completion_passes_by_all_rewards_by_a_named_one_or_by_their_sum() -> None:
     weights = {"math_verify": 1.0, "format": 0.2, "length": -0.1}
     right, formed = {"math_verify": 1.0, "format": 0.0}, {"math_verify": 0.0, "format": 1.0}
     both = {"math_verify": 1.0, "format": 1.0, "length": None}

@@ -60,5 +60,5 @@ def test_prefixes_are_known_by_whole_blocks_of_the_same_weights() -> None:
     assert cached.length((KNOWN_BLOCKS + 9,), V1) == BLOCK_TOKENS
 
 
-def test_what_is_left_is_the_median_first_and_the_upper_estimate_then() -> None:
+def test_tokens_left_are_estimated_by_the_median_and_then_by_the_upper_estimate() -> None:
     assert [tokens_left(10, 30, done) for done in (0, 9, 10, 29, 50)] == [10, 4, 20, 4, 4]

@@ -127,7 +127,7 @@ def refused(answer: httpx.Response, status: int, word: str = "") -> None:
     assert answer.headers["x-request-id"]
 
 
-async def test_what_cannot_be_done_is_refused_in_words(it: GatewayHarness) -> None:
+async def test_unsupported_requests_are_refused_with_a_reason(it: GatewayHarness) -> None:
     for changes, status, word in BAD_CHATS:
         body = {"model": RUN, "messages": MESSAGES} | changes
         big = len(json.dumps(body)) > app.MAX_BODY_BYTES
@@ -265,7 +265,7 @@ def test_without_keys_only_this_machine_may_ask() -> None:
         GatewaySettings(require_key=False, host="0.0.0.0")
 
 
-async def test_without_keys_anyone_is_answered_and_nobody_trained_on(tmp_path: Path) -> None:
+async def test_without_keys_anyone_is_answered_and_no_answer_is_trained(tmp_path: Path) -> None:
     async with running_gateway(tmp_path, require_key=False) as it:
         for headers in ({"Authorization": ""}, {"Authorization": "Bearer EMPTY"}):
             answer = await it.client.post("/v1/completions", json={"model": RUN, "prompt": "a"}, headers=headers)
@@ -284,7 +284,7 @@ async def test_secrets_are_in_no_log(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not [word for word in (key, "sk-wrong", "secret-of-the-run", "private question") if word in said]
 
 
-async def test_a_mistake_of_ours_is_told_without_its_details(tmp_path: Path) -> None:
+async def test_an_internal_error_is_reported_without_details(tmp_path: Path) -> None:
     class Broken(CharacterTokenizer):
         def encode_text(self, text: str) -> list[int]:
             raise RuntimeError("inside knowledge")

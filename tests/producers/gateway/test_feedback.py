@@ -67,7 +67,7 @@ async def test_a_rewarded_completion_becomes_a_trajectory(tmp_path: Path) -> Non
         assert made.loss_mask.all()
 
 
-async def test_feedback_is_told_which_policy_it_trains(tmp_path: Path) -> None:
+async def test_the_answer_to_feedback_names_the_trained_policy(tmp_path: Path) -> None:
     async with running_gateway(tmp_path) as it:
         call_id = (await it.chat()).json()["id"]
         await send_control(it.bus, RUN, Served(sequence=1, sent_at=0.0, policy="second", since=PolicyVersion(1, 0)))
@@ -236,7 +236,7 @@ async def test_the_store_closes_after_its_last_operation(tmp_path: Path, monkeyp
     assert rewarded == (20,)
 
 
-async def test_what_no_thread_had_begun_with_is_carried_out_at_the_end(tmp_path: Path) -> None:
+async def test_feedback_that_no_thread_had_started_on_is_written_at_the_end(tmp_path: Path) -> None:
     made = FeedbackStore(tmp_path / "f.sqlite", timeout_s=100, max_kept=100)
     made.open()
     kept(made, "c0")

@@ -35,7 +35,7 @@ async def it(tmp_path: Path) -> AsyncIterator[GatewayHarness]:
         yield made
 
 
-async def test_the_engine_is_told_the_schema_and_the_answer_is_its_text(it: GatewayHarness) -> None:
+async def test_the_engine_gets_the_schema_and_the_answer_is_its_text(it: GatewayHarness) -> None:
     asked = {"type": "json_object"}, json_schema(CITY), {"type": "text"}
     answers = [await it.chat("json", response_format=one) for one in asked]
     assert [answer.json()["choices"][0]["message"]["content"] for answer in answers] == ['{"a": 1}'] * 3
@@ -52,7 +52,7 @@ async def test_a_named_call_is_made_of_the_whole_text(it: GatewayHarness) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_required_calls_are_told_one_by_one(it: GatewayHarness, stream: bool) -> None:
+async def test_required_calls_are_streamed_one_by_one(it: GatewayHarness, stream: bool) -> None:
     answer = await it.chat("two", tools=[ADD, FIND], tool_choice="required", stream=stream)
     calls: list[dict[str, Any]] = []
     if stream:
@@ -81,7 +81,7 @@ async def test_required_calls_are_told_one_by_one(it: GatewayHarness, stream: bo
     assert "maxItems" not in schema
 
 
-async def test_one_call_at_most_if_so_asked_and_what_was_cut_off_is_told(it: GatewayHarness) -> None:
+async def test_without_parallel_calls_at_most_one_is_made_and_a_cut_off_one_is_marked(it: GatewayHarness) -> None:
     asked: dict[str, Any] = {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False}
     choice = (await it.chat("two", **asked, max_tokens=40)).json()["choices"][0]
     (call,) = choice["message"]["tool_calls"]
@@ -147,7 +147,7 @@ BAD_FORMATS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("asked", "param", "word"), BAD_FORMATS)
-async def test_what_makes_no_sense_together_is_refused(
+async def test_contradicting_formats_are_refused(
     it: GatewayHarness, asked: dict[str, Any], param: str, word: str
 ) -> None:
     refused(await it.chat(**asked), param, word)
@@ -160,7 +160,7 @@ async def test_an_engine_that_cannot_is_named_with_what_was_asked(tmp_path: Path
         refused(await it.chat(tools=[ADD], tool_choice="required"), "tool_choice", f"engine = {kind}")
 
 
-async def test_what_only_the_engine_sees_is_refused_as_well(it: GatewayHarness) -> None:
+async def test_formats_that_only_the_engine_can_check_are_refused_as_well(it: GatewayHarness) -> None:
     it.engine.refuses = "expected a JSON schema that vLLM can hold a completion to, got another"
     refused(await it.chat(response_format=json_schema({})), "response_format", "vLLM")
     refused(await it.chat(tools=[ADD], tool_choice="required", stream=True), "tools", "vLLM")

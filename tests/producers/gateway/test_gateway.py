@@ -123,7 +123,7 @@ async def test_a_stop_string_is_cut_off_and_never_sent(it: GatewayHarness, strea
     assert (text, reason) == ("one ", "stop")
 
 
-async def test_tool_calls_are_told_apart_from_text(it: GatewayHarness) -> None:
+async def test_tool_calls_are_separated_from_text(it: GatewayHarness) -> None:
     choice = (await it.chat("tool", tools=TOOLS)).json()["choices"][0]
     assert "tools: ['add']" in "".join(map(chr, it.engine.requests[-1].prompt_token_ids))
     (call,) = choice["message"]["tool_calls"]
@@ -275,7 +275,7 @@ async def test_a_lost_worker_loses_no_request(tmp_path: Path, hold_at: int) -> N
         assert {one.worker_id for one in it.trajectories} == {"w1"}
 
 
-async def test_of_200_streams_none_ends_with_a_worker(tmp_path: Path) -> None:
+async def test_two_hundred_streams_continue_after_their_worker_is_lost(tmp_path: Path) -> None:
     engines = [ScriptedEngine(max_num_seqs=200, hold_at=2) for _ in range(2)]
     async with running_gateway(tmp_path, engines=engines, slots=200) as it:
         asking = [asyncio.create_task(it.chat("abc", stream=True)) for _ in range(200)]
@@ -311,7 +311,7 @@ async def test_a_failed_engine_is_asked_again_from_the_last_token_on(
     assert (await it.chat("6 x 7")).status_code == 200
 
 
-async def test_without_a_worker_requesters_are_told_so(tmp_path: Path) -> None:
+async def test_without_a_worker_requests_are_refused_with_the_reason(tmp_path: Path) -> None:
     async with running_gateway(tmp_path) as it:
         assert (await it.client.get("/ready")).status_code == 200
         it.stops[0].set()

@@ -67,7 +67,7 @@ def test_a_run_without_prompts_has_all_slots_for_requests_and_no_rewards_of_its_
         validated(tree | {"data": {"requests_only": True, "dataset": "chain_sum"}, "gateway": {"enabled": True}})
 
 
-def test_who_learns_nothing_from_one_completion_says_so(settings: Settings) -> None:
+def test_an_algorithm_that_learns_nothing_from_one_completion_says_so(settings: Settings) -> None:
     tree = settings.model_dump(mode="json", exclude_none=True) | {"gateway": {"enabled": True}}
     for name, learns in (("grpo", False), ("rloo", False), ("reinforce_plus_plus", True), ("rft", True)):
         served = validated(tree | {"algorithm": {"name": name}})

@@ -120,7 +120,7 @@ class TracedScript(ScriptedEngine):
         return self._traced.generate(request)
 
 
-async def test_what_workers_generate_for_calls_is_below_them(tmp_path: Path, spans: list[TraceSpan]) -> None:
+async def test_spans_of_generation_are_below_their_calls(tmp_path: Path, spans: list[TraceSpan]) -> None:
     tracing = tracing_of("gateway", "gateway", RUN, 1.0, spans.append, LoggedTraces(), GatewayTracer)
     assert tracing is not None
     tracer = tracing.tracer

@@ -164,7 +164,7 @@ async def test_sessions_at_one_task_are_a_group(it: GatewayHarness) -> None:
     assert (first.dataset, first.num_generations, second.rewards) == ("game", 2, {"feedback": 1.0})
 
 
-async def test_what_is_no_session_is_told_so(it: GatewayHarness) -> None:
+async def test_invalid_session_requests_are_refused(it: GatewayHarness) -> None:
     assert (await end(it, "nobody")).status_code == 404
     assert (await end(it, "a/b")).status_code == 400
     assert (await chat(it, [user("one")], "a/b")).status_code == 400

@@ -88,7 +88,7 @@ def test_a_stream_sends_what_is_recorded(
     assert "".join(pieces) == reply.text == shown_text(decode(tokens), FinishReason.STOP, sampling)
 
 
-def test_what_can_be_sent_is_not_held_back() -> None:
+def test_text_that_cannot_begin_a_stop_string_is_sent_at_once() -> None:
     sampling = SamplingParams(max_completion_length=9, stop=("###",))
     assert sent("ab#c##", [1], sampling) == ["a", "b", "", "#c", "", "", "##"]
 

@@ -89,7 +89,7 @@ async def test_tokens_come_back_with_their_version_and_one_end(it: RequestServer
     await until(lambda: not it.server.running + it.server.waiting)
 
 
-async def test_tokens_of_those_who_agreed_go_to_the_topic_too_each_once(it: RequestServerHarness) -> None:
+async def test_tokens_of_consenting_requesters_go_to_the_topic_once(it: RequestServerHarness) -> None:
     bus = MemoryBus()
     bus.create_topic("r.tokens", 1)
     it.server.tokens = TokenStream(await bus.publisher("w0"), "r.tokens", "w0")
@@ -149,7 +149,7 @@ async def test_requests_keep_to_their_slots_and_others_are_told_that_it_is_busy(
     await it.server.until_idle()
 
 
-async def test_what_the_engine_does_not_take_is_refused(it: RequestServerHarness) -> None:
+async def test_requests_that_the_engine_rejects_are_refused(it: RequestServerHarness) -> None:
     it.engine.longest = 3
     await it.start(1, [1, 2, 3, 4])
     kind, name, why, text = await it.next()
@@ -221,7 +221,7 @@ def test_processes_of_a_directory_share_a_secret(tmp_path: Path) -> None:
         shared_secret(path / "below a file")
 
 
-async def test_an_address_that_is_not_ours_is_told(it: RequestServerHarness) -> None:
+async def test_an_address_of_another_machine_is_refused(it: RequestServerHarness) -> None:
     elsewhere = RequestServer(it.engine, WorkerLoad(), "w1", RequestSlots("192.0.2.1", 2, "s"), WorkerStatus())
     with pytest.raises(UserError, match="request_host"):
         await elsewhere.open()

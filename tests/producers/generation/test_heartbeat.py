@@ -56,7 +56,7 @@ async def test_the_rate_is_that_of_the_last_seconds_and_survives_a_clock_set_bac
     assert 80 <= sent(bus)[-1].tokens_per_s <= 100
 
 
-async def test_a_change_is_told_at_once_and_failures_do_not_end_the_loop() -> None:
+async def test_a_change_is_reported_at_once_and_failures_do_not_end_the_loop() -> None:
     failing = True
     bus = FailingBus(fail=lambda record: DeliveryUnknown("late") if failing else None)
     heartbeats = await beating(bus, WorkerLoad(), FakeClock())
@@ -88,7 +88,7 @@ async def test_the_orders_held_are_named_every_few_seconds_and_none_at_once() ->
     assert [one.orders for one in sent(bus)] == [{"d/0/0": 0.0}, None, None, None, None, {"d/0/0": 5.0}, None, {}]
 
 
-def test_what_waits_for_a_slot_gets_on_with_what_is_sampled_and_what_runs_by_itself_only() -> None:
+def test_waiting_samples_progress_with_any_token_and_running_ones_with_their_own() -> None:
     clock = FakeClock()
     load = WorkerLoad(clock)
     for sample in ("runs/0/0", "runs/0/1", "waits/0/0"):

@@ -34,7 +34,7 @@ async def test_a_record_the_broker_keeps_refusing_is_an_error() -> None:
     assert outbox.undelivered == 0
 
 
-async def test_it_is_full_while_the_broker_is_behind() -> None:
+async def test_the_outbox_is_full_while_the_broker_is_down() -> None:
     down = True
     bus = FailingBus(fail=lambda record: BusUnavailable("gone") if down else None)
     bus.create_topic("t", 1)

@@ -81,7 +81,7 @@ def expected_tokens(trajectory: Trajectory) -> list[int]:
     return fake_tokens(asked, LENGTH)
 
 
-async def test_what_a_killed_worker_had_half_done_is_finished_elsewhere(make_worker: MakeWorker) -> None:
+async def test_half_done_completions_of_a_killed_worker_are_finished_elsewhere(make_worker: MakeWorker) -> None:
     """32 trajectories at half length: at most 2 % of their tokens are sampled twice, and each token tells by whom."""
     bus = FailingBus()
     lost = make_worker(bus=bus, engine=engine(hold_at=HALF), settings=DURABLE)
@@ -159,7 +159,7 @@ async def test_heartbeats_say_where_what_is_unfinished_begins_whatever_is_writte
     assert status.partials_from == first > last + 1
 
 
-async def test_orders_that_come_together_are_looked_for_in_one_reading(
+async def test_chunks_of_orders_that_arrive_together_are_found_in_one_reading(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bus, readings = FailingBus(), []
@@ -214,7 +214,7 @@ async def test_everything_restarted_goes_on_where_it_stood(make_worker: MakeWork
     assert lost.engine.sampled + other.engine.sampled - wanted <= 0.02 * wanted
 
 
-async def test_what_a_worker_leaves_lies_behind_what_was_there_when_it_started(make_worker: MakeWorker) -> None:
+async def test_chunks_of_a_worker_are_looked_for_only_after_its_start(make_worker: MakeWorker) -> None:
     """Whoever goes on after one that died before its first chunk reads nothing that others wrote before it."""
     it = make_worker(engine=engine(hold_at=4), settings=DURABLE | {"partial_chunk_tokens": 256})
     for number in range(3):
@@ -307,7 +307,7 @@ async def test_a_prefix_of_another_prompt_is_not_gone_on_with(make_worker: MakeW
     assert [part.start for part in it.trajectories[1].parts] == [0, 6]
 
 
-async def test_what_another_policy_sampled_is_not_gone_on_with(make_worker: MakeWorker) -> None:
+async def test_a_half_done_completion_of_another_policy_is_not_continued(make_worker: MakeWorker) -> None:
     """The split was changed between two orders of a group."""
     it = make_worker(bus=FailingBus(), engine=engine(length=8), settings=DURABLE)
     await it.ready()
@@ -319,7 +319,7 @@ async def test_what_another_policy_sampled_is_not_gone_on_with(make_worker: Make
     assert (it.trajectories[0].policy, it.trajectories[0].parts) == ("", ())
 
 
-async def test_what_ended_before_it_was_scored_is_only_scored(make_worker: MakeWorker) -> None:
+async def test_a_completion_that_ended_unscored_is_scored_without_sampling(make_worker: MakeWorker) -> None:
     it = make_worker(engine=engine(length=8), settings=DURABLE)
     await it.ready()
     prompt = FakeTokenizer().encode_prompt(work_order(0).prompt)
@@ -386,7 +386,7 @@ def test_every_prefix_is_of_one_process(cuts: list[tuple[int, int, int]], chance
         assert [part.attempt for part in found.parts] == [winner]
 
 
-def test_what_is_written_again_of_a_prefix_names_those_whose_tokens_it_has() -> None:
+def test_a_prefix_names_only_the_workers_that_sampled_its_tokens() -> None:
     parts = (
         TrajectoryPart(worker_id="w0", attempt=0, start=0),
         TrajectoryPart(worker_id="w1", attempt=1, start=MAX_CHUNK_TOKENS + 10),

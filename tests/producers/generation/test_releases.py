@@ -169,7 +169,7 @@ async def test_released_orders_are_kept_until_settled(make_worker: MakeWorker) -
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-async def test_what_was_let_go_is_gone_on_with_however_late(make_worker: MakeWorker, restarts: bool) -> None:
+async def test_released_samples_are_continued_however_late(make_worker: MakeWorker, restarts: bool) -> None:
     """An hour later, when the sample beside it has been scored; by the dispatcher that asked or by its successor."""
     bus, skew, group = FailingBus(), [0.0], "toy/0/0"
     it = make_worker(
@@ -230,7 +230,7 @@ class GatedEngine(FakeEngine):
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
-async def test_a_sample_that_turns_whole_as_it_is_taken_back_is_let_go_or_delivered(is_asked: bool) -> None:
+async def test_a_sample_that_ends_during_its_release_is_released_or_delivered(is_asked: bool) -> None:
     """The order that takes it back is read when the last token is there and its task has not had its turn yet."""
     bus = FailingBus(holds=lambda record: record.topic == "trajectories", writes_held=True)
     for topic in (TOPIC, "trajectories"):
@@ -255,7 +255,7 @@ async def test_a_sample_that_turns_whole_as_it_is_taken_back_is_let_go_or_delive
     assert (delivered, [index for index, _ in samples]) == ((1, []) if is_asked else (0, [0]))
 
 
-async def test_a_later_attempt_that_comes_while_one_is_let_go_of_is_begun_behind_it(make_worker: MakeWorker) -> None:
+async def test_a_later_attempt_during_a_release_starts_after_it(make_worker: MakeWorker) -> None:
     """From a dispatcher that took the worker for lost meanwhile: its samples are not those that are leaving."""
     bus = FailingBus()
     it = make_worker(bus=bus, engine=engine(hold_at=HELD, chunk=7), settings=SETTINGS)

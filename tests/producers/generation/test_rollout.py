@@ -177,7 +177,7 @@ def test_the_last_delta_may_be_empty_and_ends_the_completion() -> None:
 @pytest.mark.parametrize(
     ("token_ids", "logprobs"), [([1, 2], [-0.5]), ([2**31], [-0.5]), (["a"], [-0.5]), ([1], [None])]
 )
-def test_what_is_no_run_of_tokens_is_an_engine_error(token_ids: list[int], logprobs: list[float]) -> None:
+def test_tokens_without_matching_logprobs_are_an_engine_error(token_ids: list[int], logprobs: list[float]) -> None:
     with pytest.raises(EngineError):
         SampledCompletion().extend(TokenDelta(token_ids, logprobs, PolicyVersion(1, 0)))
 
@@ -232,7 +232,7 @@ async def test_a_broker_that_fails_costs_chunks_and_nothing_else() -> None:
     assert len(bus.attempts) == MAX_PENDING + 5
 
 
-async def test_what_waits_for_the_broker_is_bounded_and_ends_have_places_more() -> None:
+async def test_the_queue_of_tokens_is_bounded_and_has_extra_room_for_ends() -> None:
     bus = FailingBus()
     bus.create_topic("run.tokens", 1)
     stream = TokenStream(await bus.publisher("w"), "run.tokens", "w0")

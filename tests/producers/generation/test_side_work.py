@@ -129,7 +129,7 @@ async def test_weights_of_another_policy_wait_until_it_is_idle_and_the_host_says
     assert (it.engine.version, status.awaits, status.has_arm_weights) == (version, None, True)
 
 
-async def test_what_it_has_to_say_is_in_the_next_heartbeat_which_comes_at_once(make_worker: MakeWorker) -> None:
+async def test_changes_of_side_work_are_sent_in_an_immediate_heartbeat(make_worker: MakeWorker) -> None:
     noted, now = NotedWork(), [100.0]
     it = make_worker(side_work=[noted], settings={"heartbeat_interval_s": 30}, monotonic=lambda: now[0])
     await it.ready()

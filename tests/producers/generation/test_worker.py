@@ -92,7 +92,7 @@ async def test_weights_that_wait_until_nothing_is_sampled_wait_for_no_reward(
     assert {one.newest_version for one in it.trajectories} == {V0}
 
 
-async def test_what_graders_judge_goes_to_them_with_its_prompt_on_the_same_partition(make_worker: MakeWorker) -> None:
+async def test_graded_samples_go_to_graders_with_prompts_on_the_same_partition(make_worker: MakeWorker) -> None:
     it = make_worker(has_graders=True)
     await it.ready()
     order = work_order(0, samples=3)
@@ -105,7 +105,7 @@ async def test_what_graders_judge_goes_to_them_with_its_prompt_on_the_same_parti
         assert (message.prompt, message.rewards) == (order.prompt, {"length": 8.0})
 
 
-async def test_what_has_nothing_to_judge_goes_past_the_graders(make_worker: MakeWorker) -> None:
+async def test_a_sample_without_a_completion_skips_the_graders(make_worker: MakeWorker) -> None:
     it = make_worker(has_graders=True)
     await it.ready()
     await it.order(work_order(0, samples=1, prompt=Prompt(prompt_id="d/0", dataset="d", content="x" * 100)))
@@ -152,7 +152,7 @@ async def test_a_sample_running_is_not_started_twice(make_worker: MakeWorker) ->
     assert len({trajectory.trajectory_id for trajectory in it.trajectories}) == 3
 
 
-async def test_weights_that_wait_until_nothing_runs_are_told_and_a_completion_is_of_one_version(
+async def test_waiting_weights_are_reported_and_a_completion_has_one_version(
     make_worker: MakeWorker,
 ) -> None:
     it = make_worker(engine=FakeEngine(hold_at=4), settings={"heartbeat_interval_s": 30, "adopt": "idle"})
@@ -185,7 +185,7 @@ class SlowToAdopt(FakeEngine):
         await super().adopt(directory, version)
 
 
-async def test_what_is_ordered_while_an_idle_engine_takes_weights_runs_under_them(make_worker: MakeWorker) -> None:
+async def test_orders_received_while_an_idle_engine_loads_run_with_the_new_weights(make_worker: MakeWorker) -> None:
     """The order was on its way when the dispatcher heard that none is wanted."""
     engine = SlowToAdopt()
     it = make_worker(engine=engine, settings={"adopt": "idle"})
@@ -200,7 +200,7 @@ async def test_what_is_ordered_while_an_idle_engine_takes_weights_runs_under_the
     assert {span.version for one in it.trajectories for span in one.version_spans} == {V1}
 
 
-async def test_weights_that_arrive_in_mid_sequence_begin_a_new_span_and_are_told_at_once(
+async def test_weights_adopted_within_a_completion_begin_a_new_span(
     make_worker: MakeWorker,
 ) -> None:
     it = make_worker(engine=FakeEngine(hold_at=4), settings={"heartbeat_interval_s": 30})
@@ -347,7 +347,7 @@ async def test_the_end_of_an_earlier_life_of_the_run_does_not_end_its_continuati
     assert it.state is WorkerState.STOPPED
 
 
-async def test_what_ends_within_the_grace_period_is_published_and_the_rest_is_not(make_worker: MakeWorker) -> None:
+async def test_only_completions_that_end_within_the_grace_period_are_published(make_worker: MakeWorker) -> None:
     it = make_worker(engine=FakeEngine(hold_at=4, max_num_seqs=1), settings={"drain_grace_s": 0.3})
     running = await it.ready()
     await it.order(work_order(0, samples=2))
@@ -384,7 +384,7 @@ async def test_a_trajectory_of_unknown_fate_is_sent_again_under_the_same_id(make
     await until(lambda: it.heartbeats[-1].finished_trajectories == 1)
 
 
-async def test_nothing_new_starts_while_the_broker_is_behind(make_worker: MakeWorker) -> None:
+async def test_no_new_work_starts_while_the_broker_is_down(make_worker: MakeWorker) -> None:
     down, about = [True], is_about(TRAJECTORIES)
     bus = FailingBus(fail=lambda record: BusUnavailable("gone") if about(record) and down else None)
     it = make_worker(bus=bus, settings={"max_undelivered": 2})

@@ -98,7 +98,7 @@ async def test_a_restarted_worker_takes_its_id_back_at_once(tmp_path: Path) -> N
         assert not running.done()
 
 
-async def test_of_two_started_at_the_same_time_one_stays(tmp_path: Path) -> None:
+async def test_one_of_two_workers_started_at_the_same_time_stays(tmp_path: Path) -> None:
     async with two_workers(tmp_path) as (first, second):
         both = [first.start(), second.start()]
         done, pending = await asyncio.wait(both, timeout=8, return_when=asyncio.FIRST_COMPLETED)

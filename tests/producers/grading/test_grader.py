@@ -47,7 +47,7 @@ async def test_only_graded_records_are_committed(harness: GraderHarness) -> None
     assert len(harness.trajectories) == 8
 
 
-async def test_what_a_dead_member_had_in_hand_is_graded_by_another_and_nothing_is_lost(harness: GraderHarness) -> None:
+async def test_samples_of_a_dead_grader_are_graded_by_another(harness: GraderHarness) -> None:
     first = harness.start("a")
     await harness.put(*range(8))
     await until(lambda: sum(harness.committed().values()) == 8)
@@ -98,7 +98,7 @@ async def test_a_failing_judge_loses_no_sample(harness: GraderHarness) -> None:
     await until(lambda: sum(harness.committed().values()) == 2)
 
 
-async def test_what_does_not_decode_is_dead_lettered_and_passed(harness: GraderHarness) -> None:
+async def test_a_record_that_does_not_decode_becomes_a_dead_letter(harness: GraderHarness) -> None:
     await harness.send(Outgoing(UNGRADED.full_name(RUN), b"\xff", "toy/9/0", 0))
     await harness.put(0)
     harness.start()

@@ -40,7 +40,7 @@ async def test_only_what_failed_is_asked_again_after_growing_pauses() -> None:
     assert 0.5 <= pauses[0] <= 0.75 < 1.0 <= pauses[1] <= 1.5
 
 
-async def test_after_the_last_attempt_the_failure_stands_and_the_others_keep_their_rewards() -> None:
+async def test_after_the_last_attempt_the_failure_is_final_and_other_samples_keep_their_rewards() -> None:
     scorer, pauses = Flaky(sure=0, never=99), list[float]()
 
     async def sleep(seconds: float) -> None:

@@ -21,7 +21,7 @@ def test_predicting_the_same_for_all_scores_what_chance_gives() -> None:
     assert kendall_tau([7] * 100, lengths) == 0.0
 
 
-def test_of_lengths_that_tie_for_the_last_places_any_are_right() -> None:
+def test_any_of_the_lengths_that_tie_for_the_last_place_counts_as_right() -> None:
     assert recall_of_longest([9, 1, 1, 1, 1], [5, 5, 5, 5, 5]) == 1.0
     assert recall_of_longest([1, 9, 1, 1, 1], [5, 5, 1, 1, 1]) == 1.0
     assert recall_of_longest([1, 1, 9, 1, 1], [5, 5, 1, 1, 1]) == 0.0

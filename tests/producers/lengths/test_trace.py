@@ -30,14 +30,14 @@ def _true(number: int, index: int = 0, data_pass: int = 0) -> int:
     return trace_length(DRAWN, f"d/{number}/{data_pass}", index, _prompt(number))
 
 
-def test_of_one_sample_the_length_itself_is_predicted() -> None:
+def test_the_exact_length_of_a_single_sample_is_predicted() -> None:
     for number in range(50):
         estimate, length = _trace().predict(_prompt(number), f"d/{number}/0"), min(10_000, _true(number))
         assert (estimate.median, estimate.upper) == (length, length)
         assert estimate.bucket == (length >= 500) + (length >= 2000)
 
 
-def test_of_a_group_the_median_and_the_longest_are_predicted() -> None:
+def test_the_median_and_the_longest_length_of_a_group_are_predicted() -> None:
     lengths = sorted(_true(3, index) for index in range(5))
     estimate = _trace(samples=5, limit=10**6).predict(_prompt(3), "d/3/0")
     assert (estimate.median, estimate.upper) == (lengths[2], lengths[4])

@@ -65,6 +65,6 @@ def test_turns_as_json_text_are_turns_and_any_other_text_is_text() -> None:
         ([{"role": "user", "content": ["hi"]}], "a part of type str"),
     ],
 )
-def test_what_cannot_be_passed_on_is_named(prompt: Any, named: str) -> None:
+def test_content_that_cannot_be_passed_on_is_named(prompt: Any, named: str) -> None:
     with pytest.raises(NotWhole, match=named):
         turns_in(prompt)

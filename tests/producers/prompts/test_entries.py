@@ -44,7 +44,7 @@ def test_a_setting_that_a_conversation_makes_meaningless_is_refused_by_name() ->
         _prompt(turns, prompt_template="Q: {prompt}")
 
 
-def test_the_prompt_as_it_stands_in_the_data_is_kept_if_the_settings_word_it() -> None:
+def test_the_prompt_of_the_data_is_kept_if_the_settings_change_its_wording() -> None:
     user = ChatTurn(role="user", content="hi")
     assert _prompt("hi").stated is None
     assert _prompt("hi", prompt_template="Q: {prompt}").stated == "hi"

@@ -11,7 +11,7 @@ ANYTHING = st.recursive(
 
 
 @given(ANYTHING)
-def test_whatever_is_returned_gives_a_finite_reward_or_none(returned: object) -> None:
+def test_every_returned_value_gives_a_finite_reward_or_none(returned: object) -> None:
     reward, reason = reward_in(returned)
     assert reward is None or (isinstance(reward, float) and np.isfinite(reward) and reason is None)
     assert reason is None or "\n" not in reason

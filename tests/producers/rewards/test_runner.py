@@ -121,7 +121,7 @@ async def test_a_function_gets_the_arguments_trl_documents() -> None:
         assert await runner.score(request("text", prompt=chat)) == Scores({"report_arguments": 1.0}, {})
 
 
-def test_a_function_gets_the_prompt_as_it_stands_in_the_data() -> None:
+def test_a_reward_gets_the_prompt_as_the_data_has_it() -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
     turn = ChatTurn.model_validate(call)
     worded = Prompt(prompt_id="d/0", dataset="d", content="Q: 12*7?", stated="12*7?")
@@ -157,7 +157,7 @@ async def test_an_async_function_that_ends_or_blocks_its_process_pays_alone(text
     assert [scores.rewards["waits"] for scores in results] == [1.0, 1.0, None, 1.0]
 
 
-async def test_no_more_async_calls_than_allowed_wait_at_once() -> None:
+async def test_concurrent_async_calls_are_limited() -> None:
     async with running("waits", concurrency=2) as runner:
         began = time.monotonic()
         await score_all(runner, ["sleep 0.1"] * 8)
@@ -215,7 +215,7 @@ async def test_the_users_own_directory_is_found_but_never_first(
     await runner.close()
 
 
-async def test_what_a_hanging_function_started_ends_with_it(tmp_path: Path) -> None:
+async def test_processes_started_by_a_hanging_reward_end_with_it(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     async with running("starts_a_program") as runner:
         scores = await runner.score(request(str(pid_file)))

@@ -88,7 +88,7 @@ async def test_limits_are_set_before_user_code_runs(monkeypatch: pytest.MonkeyPa
 
 
 @needs_namespaces
-async def test_what_a_hostile_reward_takes_is_bounded_and_its_own_failure(
+async def test_a_hostile_reward_hits_limits_and_only_its_own_call_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     confine_files(monkeypatch)
@@ -126,7 +126,7 @@ async def test_with_a_network_a_reward_reaches_its_judge_and_leaves_no_core() ->
 
 @needs_namespaces
 @pytest.mark.parametrize("wanted", [{"network": False}, {"max_processes": 32}])
-def test_where_the_kernel_forbids_namespaces_the_start_is_refused_in_one_line(wanted: dict[str, object]) -> None:
+def test_a_kernel_that_forbids_namespaces_gives_one_line_at_the_start(wanted: dict[str, object]) -> None:
     child = [sys.executable, "-m", "streamrl.producers.rewards.child", f"{HERE}:hostile", "1", "{}", json.dumps(wanted)]
     # In a namespace that may have none below it, as an administrator forbids them.
     forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'

@@ -54,7 +54,7 @@ def altered(**changes: object) -> bytes:
 
 
 @pytest.mark.parametrize("name", examples())
-def test_what_is_written_is_read_back(name: str) -> None:
+def test_every_message_survives_encoding_and_decoding(name: str) -> None:
     message = examples()[name]
     assert decode(encode(message), headers_of(message)) == message
 
@@ -160,7 +160,7 @@ def test_a_frame_cut_anywhere_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["trajectory", "heartbeat", "control-flow"])
-def test_bytes_behind_the_last_array_are_refused(name: str) -> None:
+def test_bytes_after_the_last_array_are_refused(name: str) -> None:
     message = examples()[name]
     with pytest.raises(MalformedFrame, match="arrays and texts after"):
         decode(encode(message) + b"\x00", headers_of(message))
@@ -192,7 +192,7 @@ def test_arrays_of_different_lengths_are_refused() -> None:
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_log_probabilities_that_are_not_numbers_are_refused(number: float) -> None:
+def test_nan_log_probabilities_are_refused(number: float) -> None:
     fields, arrays = parts(encode(trajectory(5)))
     place = arrays.index(trajectory(5).logprobs.tobytes())
     poisoned = arrays[:place] + struct.pack("<f", number) + arrays[place + 4 :]

@@ -32,7 +32,7 @@ def test_as_many_values_as_allowed_pass_and_one_more_is_refused(value: object) -
         refuse_too_many_items(data, count(value) - 1)
 
 
-def test_what_a_list_announces_counts_before_it_is_there() -> None:
+def test_the_announced_length_of_a_list_is_checked_before_its_items() -> None:
     with pytest.raises(FrameTooLarge):
         refuse_too_many_items(b"\xdc\x10\x00" + bytes(5000), 1000)
 

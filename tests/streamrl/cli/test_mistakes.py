@@ -292,7 +292,7 @@ def test_a_library_that_finds_no_room_is_one_line_as_well(
     assert line.startswith("error: expected ")
 
 
-def test_what_an_error_quotes_is_not_obeyed(
+def test_control_characters_quoted_in_an_error_are_printable(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ended(["config", "explain", "loop.\x1b]0;owned\x07"], monkeypatch) == 2

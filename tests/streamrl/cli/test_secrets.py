@@ -106,7 +106,7 @@ def test_no_command_shows_a_secret_of_any_layer(
         ("", ["--kafka.sasl_plain_password=half", "other.toml", CANARY], "expected one configuration file"),
     ],
 )
-def test_what_is_wrong_about_a_secret_is_said_without_it(
+def test_an_error_about_a_secret_does_not_show_it(
     file: str,
     arguments: list[str],
     says: str,

@@ -36,7 +36,7 @@ def marked(mark: str) -> list[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="who is left is looked up in /proc")
 @pytest.mark.parametrize("moment_s", MOMENTS_S)
-def test_sigterm_while_the_demo_starts_leaves_nothing_behind(moment_s: float, tmp_path: Path) -> None:
+def test_sigterm_while_the_demo_starts_leaves_no_process_behind(moment_s: float, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
     # All that a first start would fetch is there, but for the model.

@@ -45,14 +45,14 @@ def test_a_cached_model_is_complete_and_comes_back_at_once(tmp_path: Path) -> No
 
 
 @pytest.mark.processes
-def test_a_failed_warm_start_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_failed_warm_start_leaves_no_files(tmp_path: Path) -> None:
     broken = WarmStartRecipe(shape=TINY, steps=1, batch_size=-1)
     with pytest.raises(ModelError, match="warm start"):
         ensure_warm_started_model(tmp_path, 0, lambda line: None, broken)
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_what_one_process_makes_another_waits_for_and_does_not_make_again(tmp_path: Path) -> None:
+def test_a_second_process_waits_for_the_first_ones_result(tmp_path: Path) -> None:
     target, made, said = tmp_path / "models" / "it", list[str](), list[str]()
     begun, waiting = threading.Event(), threading.Event()
 
@@ -77,7 +77,7 @@ def test_what_one_process_makes_another_waits_for_and_does_not_make_again(tmp_pa
     assert target.is_dir()
 
 
-def test_what_could_not_be_made_is_made_by_the_next(tmp_path: Path) -> None:
+def test_the_next_caller_makes_what_failed_before(tmp_path: Path) -> None:
     target = tmp_path / "models" / "it"
 
     def fail(_directory: Path) -> None:

@@ -66,7 +66,7 @@ def test_one_question_in_five_is_held_out() -> None:
         (Question("+", (82, 20, 58)), " 80+20+50=150 2+0+8=10 150+10=160"),
     ],
 )
-def test_a_worked_solution_goes_by_tens_and_units(question: Question, worked: str) -> None:
+def test_a_worked_solution_adds_tens_and_units(question: Question, worked: str) -> None:
     assert question.worked(" ") == worked
 
 

@@ -18,7 +18,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def test_a_short_warm_start_lowers_the_loss_and_tells_of_it() -> None:
+def test_a_short_warm_start_lowers_the_loss_and_reports_it() -> None:
     lines: list[str] = []
     first = warm_start(replace(RECIPE, steps=1, decay_steps=1), seed=0, progress=lines.append)
     last = warm_start(RECIPE, seed=0, progress=lines.append)

@@ -172,7 +172,7 @@ def test_prompts_that_would_end_in_error_are_counted_and_the_longest_named(model
     assert (check.state, check.detail[:50]) == ("fail", "2 of 2 prompts (sampled from 500) would be refused")
 
 
-def test_completions_that_do_not_fit_behind_a_prompt_are_noted(model: Path, tmp_path: Path) -> None:
+def test_prompts_that_leave_too_little_room_for_a_completion_are_noted(model: Path, tmp_path: Path) -> None:
     settings = settings_of(model, tmp_path, max_prompt_length=128)
     _, note = lengths(settings, [prompt("x" * 100)])
     assert (note.state, "only 28 of loop.max_completion_length = 32" in note.detail) == ("note", True)
@@ -187,7 +187,7 @@ def test_chats_need_a_chat_template(model: Path, tmp_path: Path) -> None:
     assert (fail.state, "1 no chat template; p/1: expected a chat template in the" in fail.detail) == ("fail", True)
 
 
-def test_a_model_without_a_tokenizer_is_told_from_one_that_knows_no_word(model: Path, tmp_path: Path) -> None:
+def test_a_missing_tokenizer_and_an_empty_one_give_different_messages(model: Path, tmp_path: Path) -> None:
     for file in ("config.json", "generation_config.json", "model.safetensors"):
         (tmp_path / file).write_bytes((model / file).read_bytes())
     settings = settings_of(tmp_path, tmp_path)
@@ -341,7 +341,7 @@ def test_a_tokenizer_with_a_shorter_context_than_the_run_uses_is_noted(model: Pa
 
 
 @pytest.mark.processes
-async def test_a_reward_that_fails_on_some_rows_is_told_with_their_share(
+async def test_a_reward_that_fails_on_some_rows_is_reported_with_their_share(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "frail_reward.py").write_text(
@@ -362,7 +362,7 @@ async def test_a_reward_that_fails_on_some_rows_is_told_with_their_share(
     assert frailer.detail.startswith("frailer fails on 20 of 40 rows (50%), first on p/0: ZeroDivisionError")
 
 
-def test_trackers_that_are_not_installed_are_told(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_trackers_are_named(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
     find = importlib.util.find_spec

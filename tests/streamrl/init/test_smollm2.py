@@ -90,7 +90,7 @@ def test_the_examples_reward_wants_one_number_in_tags_at_the_end(
     ]
 
 
-def test_what_is_to_be_installed_is_what_the_project_installs() -> None:
+def test_the_named_packages_are_those_of_the_projects_requirements() -> None:
     lines = (ROOT / "requirements-smollm2.txt").read_text().splitlines()
     assert [line for line in lines if line and not line.startswith("#")] == list(PACKAGES)
 

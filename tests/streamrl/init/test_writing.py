@@ -30,7 +30,7 @@ def test_the_written_configuration_is_a_whole_one(tmp_path: Path, monkeypatch: p
     assert set(prompt.columns) == {"answer"}
 
 
-def test_what_is_commented_out_can_be_put_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commented_settings_of_examples_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every commented setting can be enabled, except the subset: a single file has no subsets."""
     for name in ("math", "tiny", "calculator"):
         made = example(name, "x")
@@ -67,7 +67,7 @@ def test_a_conversation_of_the_calculator_fits_into_its_model(tmp_path: Path) ->
     assert len(longest.text + longest.worked(" ")) < settings.loop.max_prompt_length
 
 
-def test_what_is_missing_is_written_and_what_is_there_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files_are_written_and_existing_ones_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An earlier start was killed before it wrote the configuration, which is the last file."""
     cached = tmp_path / "cache"
     cached.mkdir()

@@ -208,7 +208,7 @@ async def _admitted(engine: Engine, sent: SentVersion) -> SendingTurn:
     raise AssertionError("never admitted")
 
 
-async def test_who_waits_no_more_is_not_sent_to(store: WeightExporter) -> None:
+async def test_an_engine_that_stopped_waiting_is_not_sent_to(store: WeightExporter) -> None:
     async with sending(store) as address:
         engine, gone = Engine(A), Engine(B)
         sent = add(store, FIRST, address)
@@ -247,7 +247,7 @@ async def test_a_collective_without_end_ends_the_sender(store: WeightExporter) -
     group.is_released.set()
 
 
-async def test_a_taken_port_is_told_in_one_line(store: WeightExporter) -> None:
+async def test_a_taken_port_gives_one_line(store: WeightExporter) -> None:
     settings = SenderSettings(backend="gloo", port=free_ports(1)[0])
     sender = WeightSender(store.root, settings, partial(open_group, "gloo", settings.host, timeout_s=1.0))
     taken = await asyncio.start_server(lambda reader, writer: None, settings.host, settings.port)

@@ -41,7 +41,7 @@ def test_the_newest_lineage_comes_first(storage: Storage) -> None:
     assert [found.step for found in read_manifests(storage.open())] == [5, 4]
 
 
-def test_a_future_that_the_chain_left_behind_goes_before_an_older_step_of_the_chain() -> None:
+def test_an_abandoned_later_checkpoint_is_removed_before_an_older_one_of_the_chain() -> None:
     history = [entry(1, 2), entry(1, 4)]
     assert gone(history, entry(2, 6, (1, 2))) == ["1-4"]
 
@@ -51,12 +51,12 @@ def test_a_lineage_that_no_one_went_on_from_goes() -> None:
     assert gone(history, entry(3, 6, (1, 2))) == ["2-4"]
 
 
-def test_what_is_older_than_all_that_is_known_of_the_chain_stays() -> None:
+def test_checkpoints_older_than_the_known_chain_are_kept() -> None:
     history = [entry(1, 2), entry(3, 9, (2, 6))]
     assert gone(history, entry(4, 10, (3, 9)), keep=3) == []
 
 
-def test_who_stood_still_until_a_newer_trainer_had_taken_its_checkpoint_away_removes_nothing() -> None:
+def test_a_trainer_whose_checkpoint_is_gone_removes_nothing() -> None:
     written = entry(1, 3).manifest
     assert written is not None
     assert prunable_slots([entry(2, 4, (1, 2)), entry(2, 3, (1, 2))], written, keep=2) == []

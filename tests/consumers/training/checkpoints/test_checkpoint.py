@@ -113,7 +113,7 @@ def test_a_checkpoint_that_does_not_verify_is_never_loaded(storage: Storage, nam
         assert "step_2" in warned[0]
 
 
-def test_beginning_anew_by_accident_is_refused_when_no_checkpoint_verifies(storage: Storage) -> None:
+def test_a_start_from_zero_is_refused_when_no_checkpoint_verifies(storage: Storage) -> None:
     write(storage.open(), 1, begin(storage))
     storage.put(1, 1, "model.safetensors", b"\x80\x04pickle")
     with pytest.raises(CheckpointError, match=r"none of 1: .*model.safetensors.* move them away"):

@@ -177,7 +177,7 @@ def test_a_retried_upload_uses_new_keys(memory_storage: Storage) -> None:
     assert found_by_the_next_start(memory_storage) == (1, 6)
 
 
-def test_files_that_are_missing_of_what_nobody_cleared_are_refused_in_one_line(memory_storage: Storage) -> None:
+def test_missing_files_that_were_not_cleared_give_one_line(memory_storage: Storage) -> None:
     write(memory_storage.open(), 6, claim(memory_storage))
     for name in ("config.json", "model.safetensors", "trainer_state/intake.json"):
         memory_storage.put(1, 6, name, None)

@@ -78,7 +78,7 @@ def test_a_checkpoint_whose_replacement_never_came_is_put_back(local_storage: St
     assert sorted(path.name for path in root.iterdir()) == ["lineages", "step_4"]
 
 
-def test_whoever_forgets_old_checkpoints_late_forgets_nothing_of_a_newer_trainer(
+def test_a_late_prune_removes_no_checkpoint_of_a_newer_trainer(
     local_storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The old trainer has listed the slots to delete. Then a newer trainer writes to one of them."""
@@ -112,7 +112,7 @@ def test_files_of_a_newer_lineage_are_never_cleared_by_a_trainer_that_stood_stil
     assert sorted(path.name for path in root.glob(".tmp-*")) == [".tmp-3-step_4", ".tmp-old-3-step_4"]
 
 
-def test_other_files_beside_the_checkpoints_are_none(local_storage: Storage) -> None:
+def test_other_files_next_to_checkpoints_are_ignored(local_storage: Storage) -> None:
     root = local_storage.root / "checkpoints"
     for name in ("step_x", "step_4.bak", "notes", "step_", "step_٣"):
         (root / name).mkdir(parents=True)

@@ -71,7 +71,7 @@ LATE = ["config.json", "model.safetensors", "trainer_state/intake.json", "traine
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_what_a_superseded_trainer_uploads_late_is_not_taken_for_its_successor_s(
+def test_a_late_upload_of_a_superseded_trainer_is_not_taken_for_its_successors(
     memory_storage: Storage, name: str
 ) -> None:
     """Both write the same step. A request of the older one arrives before or after the newer one's checkpoint."""
@@ -124,7 +124,7 @@ def test_a_large_file_goes_up_in_parts_and_comes_back_whole(s3_storage: Storage)
     assert (restored.directory / "model.bin").read_bytes() == content
 
 
-def test_a_checkpoint_comes_down_into_the_cache_of_whoever_restores_it(s3_storage: Storage, tmp_path: Path) -> None:
+def test_a_restored_checkpoint_is_downloaded_into_the_cache(s3_storage: Storage, tmp_path: Path) -> None:
     write(s3_storage.open(), 2, claimed(s3_storage))
     opened = open_storage(s3_storage.url, tmp_path / "other")
     restored = CheckpointStore(opened, 2).newest()
@@ -170,7 +170,9 @@ def test_a_memory_location_is_the_same_for_all_who_open_it(memory_storage: Stora
     assert newest(open_storage(f"{memory_storage.url}/", tmp_path)) == (1, 2)
 
 
-def test_who_may_not_delete_trains_on_and_is_told_once(s3_storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_without_permission_to_delete_trains_on_and_warns_once(
+    s3_storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def denied(_store: object, key: str) -> None:
         raise PermissionDeniedError(f"AccessDenied: not authorized to perform s3:DeleteObject on {key}\n\nmore")
 

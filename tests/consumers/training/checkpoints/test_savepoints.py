@@ -77,7 +77,7 @@ def test_a_restore_deletes_nothing(storage: Storage) -> None:
     assert newest(storage.open()) == (1, 6)
 
 
-def test_whoever_asks_what_a_run_goes_on_from_is_told_of_the_choice(storage: Storage, tmp_path: Path) -> None:
+def test_the_restored_checkpoint_is_what_a_run_resumes_from(storage: Storage, tmp_path: Path) -> None:
     written(storage, 2, 4)
     restored(storage, "2")
     held = CheckpointStore(storage.open(), 2).held()
@@ -152,7 +152,7 @@ def test_a_restore_is_decided_by_one_write(local_storage: Storage, monkeypatch: 
     assert newest(local_storage.open()) == (1, 4)
 
 
-def test_a_trainer_that_started_meanwhile_is_told(local_storage: Storage) -> None:
+def test_a_trainer_that_started_meanwhile_is_reported(local_storage: Storage) -> None:
     written(local_storage, 2, 4)
     found = savepoints(local_storage)
     put = found.storage.put_note
@@ -167,7 +167,7 @@ def test_a_trainer_that_started_meanwhile_is_told(local_storage: Storage) -> Non
         restore(found, found.find("2"), 7.0)
 
 
-def test_what_the_run_would_go_on_from_anyway_needs_no_restore(storage: Storage) -> None:
+def test_restoring_the_newest_checkpoint_changes_nothing(storage: Storage) -> None:
     written(storage, 2, 4)
     assert restored(storage, "4") == {}
     assert storage.open().claims() == [1]
@@ -205,7 +205,7 @@ def test_a_damaged_checkpoint_is_neither_pinned_nor_restored(storage: Storage) -
 
 
 @pytest.mark.parametrize("name", ["5", "1-4", "../x", "A", ""])
-def test_a_name_is_told_from_steps_and_versions(local_storage: Storage, name: str) -> None:
+def test_a_name_is_distinguished_from_steps_and_versions(local_storage: Storage, name: str) -> None:
     written(local_storage, 2)
     found = savepoints(local_storage)
     with pytest.raises(UserError, match="expected a name of 1 to 64"):

@@ -81,7 +81,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("packing", ["padded", "varlen"])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_what_sequences_share_is_the_same_over_ranks(tmp_path: Path, model_path: Path, name: str, packing: str) -> None:
+def test_gradients_and_metrics_are_the_same_over_ranks(
+    tmp_path: Path, model_path: Path, name: str, packing: str
+) -> None:
     chosen = ALGORITHMS[name]
     if chosen["name"] == "distillation":
         chosen = chosen | {"teacher": {"path": str(model_path)}}

@@ -55,7 +55,7 @@ def test_compared_runs_have_one_line_each() -> None:
     assert "Lag by length bucket" not in found
 
 
-def test_what_no_run_tells_has_no_chart() -> None:
+def test_figures_that_no_run_has_give_no_chart() -> None:
     assert drawn([StepTable()]) == {}
     assert "Loss" not in drawn([run(5)])
 

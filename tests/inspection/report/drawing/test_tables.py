@@ -28,7 +28,7 @@ def test_the_best_is_marked_where_more_or_less_is_better() -> None:
     assert c.best == (True, True, False)
 
 
-def test_who_never_reached_a_level_is_not_the_best() -> None:
+def test_a_run_that_never_reached_a_level_is_not_the_best() -> None:
     (row,) = figure_rows([[Figure("t", "T", "never", "seconds", -1)], [Figure("t", "T", 61.0, "seconds", -1)]])
     assert row.best == (False, True)
     assert row.texts == ("never", "61.0 s")
@@ -56,7 +56,7 @@ def test_only_environments_that_were_kept_are_compared() -> None:
     assert differing_environment(runs) == [("CPU", ("one", "–", "two"))]
 
 
-def test_samples_stand_side_by_side_and_what_never_changed_stands_once() -> None:
+def test_samples_are_shown_side_by_side_and_unchanged_columns_once() -> None:
     before, after = [{"prompt": "p", "said": "x"}, {"prompt": "q", "said": "y"}], [{"prompt": "p", "said": "z"}]
     assert side_by_side({"before": before, "after": after}) == [{"prompt": "p", "said before": "x", "said after": "z"}]
     assert side_by_side({"before": before, "after": []}) == before

@@ -48,13 +48,13 @@ def test_a_long_lane_is_drawn_with_what_took_most_of_each_piece() -> None:
     assert dict(trainer["parts"])["train"] == pytest.approx(0.5, abs=0.001)
 
 
-def test_of_very_many_workers_some_are_drawn() -> None:
+def test_at_most_a_limited_number_of_workers_is_drawn() -> None:
     found = record({f"worker-{number:03}": WorkerActivity() for number in range(100)})
     assert len(timeline(found)["lanes"]) == 1 + WORKERS
     assert len(shares(found)) == 1 + WORKERS
 
 
-def test_a_run_that_told_no_spans_has_shares_from_its_metrics() -> None:
+def test_a_run_without_spans_has_shares_from_its_metrics() -> None:
     rows = rows_of(
         [{"step": 1, "time": 104.0, "time/step": 4.0, "time/wait_for_batch": 1.0, "time/forward_backward": 2.0}]
     )

@@ -28,7 +28,7 @@ def test_adoptions_are_read_from_a_log_file(tmp_path: Path) -> None:
     assert adoptions(log) == ((1.0, "1-5"), (9.0, "1-6"), (10.5, "1-7")), "of rotated logs, the oldest first"
 
 
-def test_what_was_adopted_of_an_arm_bears_its_name(tmp_path: Path) -> None:
+def test_adopted_versions_of_an_arm_carry_its_name(tmp_path: Path) -> None:
     log = tmp_path / "w.log"
     log.write_text('timestamp=1970-01-01T00:00:12Z level=info event="weights adopted" version=rloo-1/1-2 run=r\n')
     assert adoptions(log) == ((12.0, "rloo-1/1-2"),)

@@ -55,7 +55,7 @@ def test_figures_are_of_the_whole_run() -> None:
     assert found["skipped"] == 3
 
 
-def test_what_a_run_does_not_tell_has_no_figure() -> None:
+def test_missing_measurements_give_no_figure() -> None:
     found = values(RunRecord("r", Path("r"), rising([1.0])))
     assert "tokens_per_s" not in found
     assert "workers_busy" not in found

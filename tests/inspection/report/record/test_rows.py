@@ -62,7 +62,7 @@ def test_rates_and_lag_follow_from_a_steps_metrics() -> None:
     assert rows.column("report/wait_share") == [pytest.approx(0.25)]
 
 
-def test_a_step_that_tells_of_no_waiting_did_not_wait_if_others_tell() -> None:
+def test_a_step_without_a_wait_time_waited_zero_if_others_have_one() -> None:
     waited = {"time/wait_for_batch": 0.5}
     assert rows_of([line(1, 11, **waited), line(2, 12)]).column("report/wait_share") == [0.5, 0.0]
     assert rows_of([line(1, 11)]).column("report/wait_share") == [None]

@@ -33,7 +33,7 @@ def test_numbers_are_short(value: float | None, told: str) -> None:
     assert len(told) <= 6
 
 
-def test_a_bar_fills_its_share_and_what_is_not_nothing_is_seen() -> None:
+def test_a_bar_fills_its_share_and_a_tiny_share_is_visible() -> None:
     assert [bar(share, 4) for share in (0, 0.5, 1, 7)] == ["    ", "██  ", "████", "████"]
     assert bar(1e-9, 4) == "▏   "
     assert bar(0.3, 0) == ""
@@ -50,7 +50,7 @@ def test_as_many_values_as_columns() -> None:
     assert resampled([], 4) == []
 
 
-def test_what_a_terminal_would_obey_is_spelt_out() -> None:
+def test_control_characters_are_spelt_out() -> None:
     assert plain_text("a\x1b[2Jb\u202e\n") == "a\\x1b[2Jb\\u202e\\n"
 
 

@@ -79,7 +79,7 @@ def test_the_loop_has_a_rate_on_every_arrow(width: int, data: dict[str, Any]) ->
     assert drawn.count("▶") == 3
 
 
-def test_dead_letters_and_skips_are_told_at_the_topic(data: dict[str, Any]) -> None:
+def test_dead_letters_and_skips_are_counted_at_their_topic(data: dict[str, Any]) -> None:
     loop = {**data["loop"], "skipped": 7, "dead_letters": 2}
     assert "7 skipped, 2 dead" in draw_loop({**data, "loop": loop}, 140, 6).plain
     assert "2 dead" in draw_loop({**data, "loop": loop}, 76, 6).plain
@@ -116,7 +116,7 @@ def test_classes_are_joined_where_there_is_no_room_for_all() -> None:
     assert sum("█" in row for row in rows) == 5
 
 
-def test_a_curve_tells_its_bounds_its_steps_and_its_last_value() -> None:
+def test_a_curve_shows_its_bounds_its_steps_and_its_last_value() -> None:
     curves = {"step": [1.0, 2.0, 3.0], "reward": [0.25, 0.75, 0.5]}
     drawn = curve("reward")({"curves": curves}, 48, 4).plain
     for told in ("0.750", "0.250", "step 1", "now 0.500", "3"):
@@ -124,7 +124,7 @@ def test_a_curve_tells_its_bounds_its_steps_and_its_last_value() -> None:
     assert "not reported" in curve("loss")({"curves": {"step": [1.0], "loss": [None]}}, 48, 4).plain
 
 
-def test_workers_tell_their_versions_and_how_far_they_are_behind(data: dict[str, Any]) -> None:
+def test_workers_show_their_versions_and_their_lag(data: dict[str, Any]) -> None:
     workers = [{**data["workers"][0], "id": "w\x1b[2J", "version": "1-70", "behind": 3, "state": "silent"}]
     drawn = draw_workers({"workers": workers, "instances": [], "arms": []}, 100, 4)
     assert "\x1b" not in drawn.plain

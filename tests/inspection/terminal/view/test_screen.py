@@ -94,7 +94,7 @@ async def test_a_terminal_that_is_made_smaller_and_larger_keeps_its_order(run: M
         assert "predicted × actual" in text_of(app)
 
 
-async def test_a_run_of_which_nothing_is_known_is_shown() -> None:
+async def test_a_run_without_any_data_is_shown() -> None:
     empty = MadeUpState(1.0)
     empty.state = RunState(RUN, parts=run_parts(RUN))
     async with shown(empty, (80, 24)) as (app, pilot):
@@ -155,7 +155,7 @@ async def test_a_key_leaves(key: str, code: int, run: MadeUpState) -> None:
     assert app.return_code == code
 
 
-async def test_a_chosen_trajectory_is_read_whole_and_the_list_stands_still() -> None:
+async def test_a_chosen_trajectory_is_read_whole_and_the_list_stops_moving() -> None:
     run = MadeUpState(25.0)
     async with shown(run) as (app, pilot):
         await pilot.press("5")

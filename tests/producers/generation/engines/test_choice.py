@@ -24,7 +24,7 @@ def test_a_missing_vllm_says_how_to_install_it() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_what_vllm_reads_is_set_for_good_and_what_its_processes_alone_need_is_not(
+def test_only_variables_that_vllm_reads_here_stay_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "environ", os.environ | {"VLLM_PLUGINS": "mine", "VLLM_LOGGING_LEVEL": "INFO"})

@@ -41,7 +41,7 @@ async def continued(engine: Engine, prefix: Sequence[int], **sampling: Any) -> S
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-async def test_a_completion_goes_on_behind_what_was_sampled_before(
+async def test_a_completion_continues_after_its_earlier_tokens(
     build: Build, no_eos_dir: Path, no_eos_version: MakeVersion
 ) -> None:
     running = build(no_eos_dir)
@@ -77,7 +77,7 @@ async def test_a_completion_goes_on_behind_what_was_sampled_before(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-async def test_what_is_interrupted_is_gone_on_with_from_its_very_last_token(build: Build, no_eos_dir: Path) -> None:
+async def test_an_interrupted_completion_continues_after_its_last_token(build: Build, no_eos_dir: Path) -> None:
     """Tokens that were gathered and not handed over yet come first; so nothing is sampled twice."""
     running = build(no_eos_dir, chunk_tokens=1000)
     wanted: dict[str, Any] = {"max_completion_length": 100, "temperature": 0.0}

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.processes
 ORPHAN = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(900)']).pid)"
 
 
-def test_a_process_that_is_left_fails_its_test_and_is_ended_though_whoever_started_it_has_ended() -> None:
+def test_an_orphaned_engine_process_fails_its_test_and_is_ended() -> None:
     before = engine_processes()
     with pytest.raises(AssertionError, match="closes its engine"), nothing_left(gone_s=0.1):
         subprocess.run([sys.executable, "-c", ORPHAN], check=True, stdout=subprocess.DEVNULL)
@@ -33,6 +33,6 @@ def test_a_thread_that_is_left_fails_its_test() -> None:
     assert not engine_threads()
 
 
-def test_what_ends_in_time_is_no_fault() -> None:
+def test_a_process_that_ends_in_time_is_no_leftover() -> None:
     with nothing_left(), subprocess.Popen([sys.executable, "-c", "pass"]):
         pass

@@ -106,7 +106,7 @@ def test_half_precision_fits_a_float_model(facts: ModelFacts, tensors: dict[str,
     assert len(read_weights(tmp_path, facts.tensors)) == len(facts.tensors)
 
 
-def test_reading_weights_leaves_nothing_behind(model_dir: Path, facts: ModelFacts) -> None:
+def test_reading_weights_leaves_no_memory_behind(model_dir: Path, facts: ModelFacts) -> None:
     def blocks_after(reads: int) -> int:
         for _ in range(reads):
             read_weights(model_dir, facts.tensors)

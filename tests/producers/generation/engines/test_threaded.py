@@ -129,7 +129,7 @@ async def test_tokens_come_in_chunks_and_in_order(engine: ThreadedEngine, decode
     assert decoder.threads.isdisjoint({threading.get_ident()})
 
 
-async def test_a_request_may_have_its_tokens_one_by_one_beside_others(engine: ThreadedEngine) -> None:
+async def test_a_request_can_get_single_tokens_while_others_get_chunks(engine: ThreadedEngine) -> None:
     single = replace(request([1], max_completion_length=12), chunk_tokens=1)
     others = [sample(engine, [1], max_completion_length=12) for _ in range(2)]
     deltas, *_ = await asyncio.gather(_deltas(engine, single), *others)
@@ -283,7 +283,7 @@ async def test_an_engine_that_is_closed_while_it_loads_leaves_no_thread(decoder:
         await starting
 
 
-async def test_weights_that_nobody_waits_for_are_given_up_and_not_read_beside_others(
+async def test_a_cancelled_load_of_weights_is_abandoned_before_the_next_one_starts(
     engine: ThreadedEngine, decoder: CountingDecoder
 ) -> None:
     decoder.reads_until_given_up = True

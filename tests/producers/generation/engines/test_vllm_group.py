@@ -258,5 +258,5 @@ def test_an_engine_that_is_given_up_while_it_starts_has_no_processes(tmp_path: P
 
 
 @pytest.mark.processes
-def test_what_killed_processes_leave_is_removed_with_their_group(tmp_path: Path) -> None:
+def test_files_of_killed_processes_are_removed_with_their_group(tmp_path: Path) -> None:
     assert output_of(KILLED, tmp_path) == "[True, True]\n[]\n"

@@ -146,7 +146,7 @@ async def test_some_json_object_is_one_as_far_as_it_goes(it: Asked) -> None:
         {"type": "string", "pattern": "^a{1,1000}$"},  # taken by the checks, and not by the compiler
     ],
 )
-async def test_what_vllm_refuses_or_cannot_compile_is_a_bad_request(it: Asked, schema: dict[str, Any]) -> None:
+async def test_a_schema_that_vllm_rejects_is_a_bad_request(it: Asked, schema: dict[str, Any]) -> None:
     import openai
 
     asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}

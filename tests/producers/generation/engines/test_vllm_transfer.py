@@ -94,7 +94,7 @@ def to_be_sent(root: Path, store: WeightExporter, model: Path, version: PolicyVe
     return directory
 
 
-async def test_what_arrives_otherwise_than_it_was_sent_ends_the_engine(
+async def test_weights_that_arrive_damaged_end_the_engine(
     tmp_path: Path,
     vllm_decoder: KeptDecoder,
     no_eos_dir: Path,
@@ -125,7 +125,7 @@ async def test_what_arrives_otherwise_than_it_was_sent_ends_the_engine(
         await engine.close()
 
 
-def test_what_ranks_are_told_over_nccl_is_what_vllms_own_trainer_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_get_the_same_nccl_messages_as_from_vllms_own_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl_engine = pytest.importorskip("vllm.distributed.weight_transfer.nccl_engine")
     told: dict[str, Any] = {}
     client = _NoControl()

@@ -36,7 +36,7 @@ def test_size_numbers_turns_and_data_set_all_tell_prompts_apart() -> None:
     assert len({row.tobytes() for row in rows}) == 4
 
 
-def test_of_a_very_long_text_the_beginning_and_the_end_are_read() -> None:
+def test_the_beginning_and_the_end_of_a_very_long_text_are_read() -> None:
     middle = "x" * SHOWN_CHARACTERS
     plain, first, last = (text_features(_prompt(text)) for text in (f"a{middle}b", f"7{middle}b", f"a{middle}7"))
     assert not np.array_equal(plain, first)

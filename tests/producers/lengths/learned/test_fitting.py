@@ -35,14 +35,14 @@ async def _export(to: Path, groups: int) -> Path:
     return to
 
 
-def test_of_an_export_every_completion_is_read_once(tmp_path: Path) -> None:
+def test_each_completion_of_an_export_is_read_once(tmp_path: Path) -> None:
     export = asyncio.run(_export(tmp_path / "export", 20))
     completions = recorded_completions([export, export], lambda line: None)
     assert len(completions) == 40
     assert {one.prompt.dataset for one in completions} == {"toy"}
 
 
-def test_trees_are_fitted_from_an_export_and_the_figures_left_beside_them(
+def test_trees_are_fitted_from_an_export_and_their_figures_stored_with_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     export = asyncio.run(_export(tmp_path / "export", 300))

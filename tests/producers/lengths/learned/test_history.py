@@ -15,7 +15,7 @@ def test_a_level_is_the_mean_logarithm_until_a_model_explains_lengths() -> None:
     assert (levels.count("a"), levels.count("never seen")) == (2, 0)
 
 
-def test_what_the_model_explains_does_not_move_the_level() -> None:
+def test_lengths_that_the_model_explains_do_not_move_the_level() -> None:
     levels = DatasetLevels()
     for _ in range(2 * SETTLED):
         levels.add("a", 100, 0.0)

@@ -53,7 +53,7 @@ def test_the_folder_is_looked_at_every_few_seconds_at_most(tmp_path: Path) -> No
     assert taking.model is not None
 
 
-def test_who_takes_models_fits_none_and_goes_on_with_what_it_has_when_none_come(tmp_path: Path) -> None:
+def test_a_taker_of_models_fits_none_and_keeps_its_last_one(tmp_path: Path) -> None:
     fitting, taking, clock = _pair(tmp_path)
     teach(taking, range(400))
     assert taking.model is None

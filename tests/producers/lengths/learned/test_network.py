@@ -47,7 +47,7 @@ def test_any_model_learns_which_prompts_are_long(tmp_path: Path, kind: Literal["
     assert all(median < upper for median, upper in scored)
 
 
-def test_what_was_saved_scores_the_same(tmp_path: Path) -> None:
+def test_a_saved_network_scores_the_same(tmp_path: Path) -> None:
     regressor = open_regressor(save_tiny(tmp_path / "base"))
     train(regressor, make_training_set(COMPLETIONS), 0.9, FineTuning(epochs=0.2))
     (tmp_path / "saved").mkdir()
@@ -58,14 +58,14 @@ def test_what_was_saved_scores_the_same(tmp_path: Path) -> None:
     assert {path.suffix for path in (tmp_path / "saved").iterdir()} <= {".json", ".safetensors", ".jinja", ".txt"}
 
 
-def test_what_is_padded_does_not_change_a_score(tmp_path: Path) -> None:
+def test_padding_does_not_change_a_score(tmp_path: Path) -> None:
     regressor = open_regressor(save_tiny(tmp_path))
     alone = [regressor.score([text])[0] for text in ("ab", "abc" * 20, "")]
     together = regressor.score(["ab", "abc" * 20, ""])
     assert [x for pair in together for x in pair] == pytest.approx([x for pair in alone for x in pair], abs=1e-5)
 
 
-def test_of_a_very_long_prompt_the_beginning_and_the_end_are_read(tmp_path: Path) -> None:
+def test_the_beginning_and_the_end_of_a_very_long_prompt_are_read(tmp_path: Path) -> None:
     regressor = open_regressor(save_tiny(tmp_path))
     first, last = "a" * MAX_TOKENS, "b" * MAX_TOKENS
     (ids,) = regressor.encoded([first + last])

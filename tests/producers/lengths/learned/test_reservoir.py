@@ -35,7 +35,7 @@ def test_a_snapshot_does_not_change_when_more_is_observed() -> None:
     assert (len(before), len(reservoir)) == (10, 11)
 
 
-def test_where_no_level_had_settled_that_of_now_holds() -> None:
+def test_without_a_settled_level_the_present_one_is_used() -> None:
     reservoir, levels = Reservoir(10, width=1), DatasetLevels()
     for level, dataset in ((math.nan, "a"), (3.0, "a"), (math.nan, "b")):
         reservoir.add(np.zeros(1, np.float32), level=level, length=1, censored=False, dataset=dataset)

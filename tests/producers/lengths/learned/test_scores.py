@@ -12,7 +12,7 @@ def test_recall_tau_and_coverage_are_given_by_data_set_and_over_all() -> None:
     assert score([]) == {}
 
 
-def test_the_baselines_know_only_quantiles_of_what_was_taught() -> None:
+def test_baselines_predict_quantiles_of_the_training_lengths() -> None:
     taught = {"a": list(range(1, 101)), "b": [1000] * 100}
     said = baselines(taught, [("a", 5), ("b", 1000), ("new", 7)], 0.9)
     assert [(guess.median, guess.upper) for guess in said["per_dataset"]] == [(50, 90), (1000, 1000), (100, 1000)]

@@ -33,7 +33,7 @@ async def _replay(
     return await replay(harness.bus, "r", predictor, skip=skip)
 
 
-async def test_what_the_topic_holds_is_learned_again_after_a_restart() -> None:
+async def test_lengths_on_the_topic_are_learned_again_after_a_restart() -> None:
     harness, predictor = DispatcherHarness(), _taught()
     for position in range(40):
         for index in range(2):

@@ -57,11 +57,11 @@ def test_quantiles_lie_where_the_lengths_are() -> None:
     assert np.corrcoef(predicted[:, 0], new.rows[:, 0])[0, 1] > 0.9
 
 
-def test_what_the_limit_of_now_cut_off_counts_with_the_limit() -> None:
+def test_a_length_cut_off_by_the_present_limit_counts_as_the_limit() -> None:
     assert lengths_to_learn(_lengths([5, 90, 100], [False, False, True], [0, 0, 0]), 100).tolist() == [5, 90, 100]
 
 
-def test_what_a_lower_limit_cut_off_counts_with_the_longer_ones_of_its_data_set() -> None:
+def test_lengths_cut_off_by_a_lower_limit_are_raised_to_longer_ones_of_their_data_set() -> None:
     observed = _lengths([50, 60, 70, 95, 400, 50], [True, False, False, False, False, True], [0, 0, 0, 0, 1, 2])
     assert lengths_to_learn(observed, 200).tolist() == [70, 60, 70, 95, 200, 50]
 

@@ -39,7 +39,7 @@ def test_an_expected_answer_is_read_whole_or_refused(start: int) -> None:
 
 
 @pytest.mark.parametrize("form", BY_HAND)
-def test_what_is_read_in_a_box_or_alone_is_what_is_expected(form: str) -> None:
+def test_an_answer_is_read_alike_in_a_box_and_alone(form: str) -> None:
     """Without the rule that equal texts are equal answers."""
     unlike = []
     for gold in BY_HAND[form].split("|"):
@@ -51,7 +51,7 @@ def test_what_is_read_in_a_box_or_alone_is_what_is_expected(form: str) -> None:
 
 
 @pytest.mark.parametrize("gold", REFUSED)
-def test_what_is_no_mathematics_is_refused_with_its_text(gold: str) -> None:
+def test_an_answer_that_is_no_mathematics_is_refused_and_quoted(gold: str) -> None:
     with pytest.raises(AnswerRefused, match=r"expected mathematics as answer for math_verify, got ['\"]") as refusal:
         paid(gold, gold)
     assert len(str(refusal.value)) < 300

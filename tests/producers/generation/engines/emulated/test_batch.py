@@ -115,7 +115,7 @@ def test_every_token_belongs_to_the_version_of_its_step() -> None:
     assert end.at == pytest.approx(10 + 3 * 0.5, rel=1e-6)
 
 
-def test_caches_that_are_computed_anew_take_the_prefill_of_all_that_runs() -> None:
+def test_recomputed_caches_cost_the_prefill_of_all_running_sequences() -> None:
     def end_of(*, recomputes: bool) -> float:
         curve = DecodeCurve(DecodeSettings(table=((1, 1.0),), prefill_s=0.1, prefill_s_per_token=0.01, adopt_s=0.5))
         batch = EmulatedBatch(curve, 2, 0, recomputes=recomputes)

@@ -53,7 +53,7 @@ def weights(directory: Path) -> Path:
     return directory
 
 
-async def test_what_is_interrupted_hands_over_what_it_has_and_goes_on_elsewhere() -> None:
+async def test_an_interrupted_completion_hands_over_its_tokens_and_continues_elsewhere() -> None:
     """One that runs, one that waits for a slot, and one that nobody knows."""
     async with running(STEP, 1000.0, slots=1) as engine:
         asked = [request(0, 400), request(1, 50)]
@@ -131,7 +131,7 @@ async def test_adoption_takes_its_time_and_stalls_what_runs(tmp_path: Path) -> N
         assert time.monotonic() - began >= 0.49
 
 
-async def test_caches_that_are_computed_anew_take_their_prefill_again(tmp_path: Path) -> None:
+async def test_recomputed_caches_cost_their_prefill_again(tmp_path: Path) -> None:
     decode = STEP.model_copy(update={"prefill_s": 20.0})
     for adopt, prefills in (("in_flight", 1), ("recompute", 2)):
         settings = GenerationSettings.model_validate({"adopt": adopt, "max_num_seqs": 8})

@@ -155,7 +155,7 @@ async def test_prompts_beyond_the_token_budget_are_prefilled_in_several_passes(n
 
 
 @pytest.mark.parametrize(("interactive", "steps"), [(False, 4), (True, 1)])
-async def test_who_waits_for_the_first_token_is_prefilled_at_once(
+async def test_a_request_that_waits_for_its_first_token_is_prefilled_at_once(
     no_eos_dir: Path, interactive: bool, steps: int
 ) -> None:
     """One slot of eight stands idle: by itself it is refilled once that has gone on for four steps."""
