@@ -104,6 +104,11 @@ class RewardTrial:
         ]
 
     @property
+    def pays_empty(self) -> bool:
+        """Whether an empty text gets as much as the row's own answer on every row, and more than nothing."""
+        return all(own and empty == own for own, empty, *_ in self.rewards.values())
+
+    @property
     def is_constant(self) -> bool:
         """Whether all completions of all rows got the same reward."""
         return len({reward for rewards in self.rewards.values() for reward in rewards}) == 1

@@ -75,6 +75,8 @@ def _reward_check(trial: RewardTrial, trials: RewardTrials, settings: Settings) 
     findings = []
     if trial.is_constant:
         findings.append("it gives the same for all, and a group of equal rewards trains nothing; check the function")
+    elif trial.pays_empty:
+        findings.append("on every row an empty completion gets as much as the answer; check the function")
     unpaid = [prompt_id for prompt_id in trial.unpaid if prompt_id in answered]
     if unpaid:
         row = answered[unpaid[0]]

@@ -174,13 +174,14 @@ IN_OTHER_LIBRARIES = {
     **dict.fromkeys(("batch_size", "rollout_batch_size", "train_batch_size", "gen_batch_size"), GROUPS),
     **dict.fromkeys(("per_device_train_batch_size", "generation_batch_size", "prompts_per_batch"), GROUPS),
     **dict.fromkeys(
-        ("rollouts_per_example", "n_samples_per_prompt", "group_size", "n", "num_rollouts"), "loop.num_generations"
+        ("rollouts_per_example", "n_samples_per_prompt", "group_size", "n", "num_rollouts", "attempts"),
+        "loop.num_generations",
     ),
     "gradient_accumulation_steps": "batching.token_budget (tokens of a micro-batch)",
     **dict.fromkeys(
         ("micro_batch_size", "micro_train_batch_size", "ppo_micro_batch_size_per_gpu"), "batching.token_budget"
     ),
-    **dict.fromkeys(("ppo_max_token_len_per_gpu", "max_tokens_per_gpu", "token_batch_size"), "batching.token_budget"),
+    **dict.fromkeys(("ppo_max_token_len_per_gpu", "max_tokens_per_gpu", "seq_length"), "batching.token_budget"),
     # lengths and sampling
     **dict.fromkeys(
         ("max_tokens", "max_response_length", "max_new_tokens", "generate_max_len", "max_completion_tokens"), COMPLETION
@@ -188,6 +189,7 @@ IN_OTHER_LIBRARIES = {
     **dict.fromkeys(("prompt_max_len", "max_prompt_tokens"), "loop.max_prompt_length"),
     **dict.fromkeys(("seq_len", "max_seq_len", "max_length"), "loop.max_prompt_length and " + COMPLETION),
     **dict.fromkeys(("stop_strings", "stop_words"), "loop.stop"),
+    "generation_kwargs": "loop.stop and loop.include_stop_str_in_output",
     # staleness
     **dict.fromkeys(("max_off_policy_steps", "max_async_level", "max_off_policy_threshold"), "loop.max_staleness"),
     **dict.fromkeys(
@@ -210,6 +212,7 @@ IN_OTHER_LIBRARIES = {
         'training.packing (such as "varlen")',
     ),
     **dict.fromkeys(("attn", "attention_implementation"), "training.attn_implementation"),
+    "model_init_kwargs": "training.dtype and training.attn_implementation",
     **dict.fromkeys(
         ("optim_cpu_offload", "optimizer_cpu_offload", "adam_offload", "offload_optimizer"),
         "training.optimizer_offload",
@@ -227,7 +230,8 @@ IN_OTHER_LIBRARIES = {
         ("clip_ratio", "cliprange", "clip_ratio_low", "eps_clip", "epsilon_low", "eps_clip_low"), "algorithm.epsilon"
     ),
     **dict.fromkeys(("clip_ratio_high", "eps_clip_high"), "algorithm.epsilon_high"),
-    **dict.fromkeys(("policy_loss_type", "loss_mode", "importance_sampling_level"), "algorithm.policy_loss"),
+    **dict.fromkeys(("policy_loss_type", "loss_mode"), "algorithm.policy_loss"),
+    "importance_sampling_level": 'algorithm.name (such as "gspo")',
     "loss_agg_mode": "algorithm.loss_type",
     "kl_loss_type": "algorithm.kl_estimator",
     "use_kl_in_reward": "algorithm.kl_in_reward",
@@ -237,7 +241,7 @@ IN_OTHER_LIBRARIES = {
         "algorithm.importance_sampling_cap",
     ),
     "vllm_importance_sampling_clip_min": "algorithm.importance_sampling_floor",
-    "vllm_importance_sampling_mode": "algorithm.importance_sampling_mode",
+    **dict.fromkeys(("vllm_importance_sampling_mode", "rollout_correction"), "algorithm.importance_sampling_mode"),
     **dict.fromkeys(
         ("dynamic_filtering", "filter_groups", "online_difficulty_filtering"), "algorithm.dynamic_sampling"
     ),
@@ -283,6 +287,8 @@ WITHOUT_COUNTERPART = {
         "a trainer runs on one machine and always shards the model over its devices (training.ranks)",
     ),
     **dict.fromkeys(("logging_steps", "log_interval"), "every step is logged"),
+    "use_dynamic_bsz": "micro-batches are always cut by tokens (batching.token_budget)",
+    "token_batch_size": "a step is counted in prompts (loop.groups_per_step)",
 }
 """Settings of other libraries that have no counterpart here, each with the reason."""
 SECTIONS_ELSEWHERE = {

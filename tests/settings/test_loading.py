@@ -8,11 +8,12 @@ from streamrl.schemas.errors import SettingsError
 from streamrl.schemas.secrets import MASK
 from streamrl.settings.explaining import explain
 from streamrl.settings.features import features
-from streamrl.settings.keys import IN_OTHER_LIBRARIES, REMOVED, RENAMED, WITHOUT_COUNTERPART, known_keys
+from streamrl.settings.keys import IN_OTHER_LIBRARIES, REMOVED, RENAMED, WITHOUT_COUNTERPART, known_keys, suggestion
 from streamrl.settings.loading import as_toml, load_settings, validated
 from streamrl.settings.tree import Settings
 
-EXAMPLE = Path(__file__).parents[2] / "benchmarks" / "pipeline" / "example.toml"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "benchmarks" / "pipeline" / "example.toml"
 DATA = {"data": {"dataset": "chain_sum"}}
 EMULATED = DATA | {"generation": {"engine": "emulated"}, "training": {"backend": "emulated"}}
 
@@ -115,6 +116,20 @@ def test_names_of_other_libraries_lead_to_settings_that_there_are() -> None:
     # These two names are settings of emulated lengths and of a teacher. Other libraries use them for something else.
     ours = {key.rpartition(".")[2] for key in keys} - {"max_tokens", "kl_coef"}
     assert not ours & {*IN_OTHER_LIBRARIES, *WITHOUT_COUNTERPART}
+
+
+def test_an_error_names_the_settings_that_the_manual_gives_for_another_library() -> None:
+    """Each row of a table there: names of the other library, and names here; a name may stand with its value."""
+    rows = re.findall(r"^\| (`.*`.*) \| (.*`.*) \|$", (ROOT / "docs" / "moving.md").read_text(), re.MULTILINE)
+    assert len(rows) > 40
+    # A name in sections of both libraries, a value, two functions, and one of whose values is an algorithm here.
+    others = {"rollout.name", "reinforce", "load_problems", "generate_rollout", "loss_type"}
+    for theirs, ours in rows:
+        names = re.findall(r"`([a-z][a-z0-9_.]*)(?:=[^`]*)?`", re.sub(r"= `.*", "", theirs))
+        known = re.findall(r"`\[?([a-z_]+\.[a-z_]+(?:\.[a-z_]+)?)", ours)
+        for name in {*names} - others - WITHOUT_COUNTERPART.keys() if known else ():
+            hint = suggestion(("training", name.rpartition(".")[2]))
+            assert any(key in hint for key in known), (name, hint)
 
 
 @pytest.mark.parametrize(("old", "instead"), REMOVED.items())

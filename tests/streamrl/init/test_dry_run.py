@@ -211,6 +211,25 @@ async def test_a_reward_that_pays_as_much_for_nothing_is_noted(
     assert "blind gives 1 for a row's own answer, 1 for an empty completion (1 rows); it gives the same" in blind.detail
 
 
+@pytest.mark.processes
+async def test_a_reward_that_pays_an_empty_completion_like_the_answer_is_noted(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`zip` stops at the shorter text, so what is missing is no mistake; another row's answer gets less."""
+    (tmp_path / "short_reward.py").write_text(
+        "def few_mistakes(completions, answer, **kwargs):\n"
+        "    return [1.0 - sum(a != b for a, b in zip(*pair)) / 2 for pair in zip(completions, answer)]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    given = settings_of(model, tmp_path)
+    settings = given.model_copy(
+        update={"rewards": given.rewards.model_copy(update={"functions": ("short_reward:few_mistakes",)})}
+    )
+    (check,) = await check_rewards(settings, rows_with("84", "17", "95"))
+    assert check.state == "note"
+    assert check.detail.endswith("; on every row an empty completion gets as much as the answer; check the function")
+
+
 def rows_with(*answers: Any) -> list[Prompt]:
     return [
         Prompt(prompt_id=f"p/{place}", dataset="p", content=f"{place}?", columns={"answer": answer})
