@@ -1,0 +1,71 @@
+"""The evaluation of a model before and after a run, and what its user reads if the function fails."""
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.deploy.local import evaluation, run
+from streamrl.deploy.local.evaluation import Evaluation, evaluate
+from streamrl.schemas.errors import UserError
+from streamrl.settings.loading import load_settings
+
+FUNCTIONS = """
+import sys, time
+def right(model, seed): return {"metrics": {"accuracy": 0.25, "seed": seed}, "samples": [{"model": model.name}]}
+def failing(model, seed): raise ValueError("no such question")
+def silent(model, seed): sys.exit(1)
+def wrong(model, seed): return 0.25
+def hanging(model, seed): time.sleep(600)
+"""
+
+
+@pytest.fixture
+def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module with the functions, in the directory where the run was started."""
+    (tmp_path / "my_evaluation.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+    return "my_evaluation"
+
+
+@pytest.mark.processes
+def test_a_function_gets_model_and_seed(functions: str) -> None:
+    found = evaluate(f"{functions}:right", "some/model", 7)
+    assert found == Evaluation(metrics={"accuracy": 0.25, "seed": 7.0}, samples=[{"model": "model"}])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("failing", "evaluation my_evaluation:failing of m failed: ValueError: no such question"),
+        ("silent", "evaluation my_evaluation:silent of m failed: no output"),
+        ("wrong", r"expected my_evaluation:wrong to return \{'metrics': ..., 'samples': ...\}, got: "),
+    ],
+)
+def test_a_failing_evaluation_is_named_with_its_reason(functions: str, function: str, message: str) -> None:
+    with pytest.raises(UserError, match=f"^{message}"):
+        evaluate(f"{functions}:{function}", "m", 0)
+
+
+@pytest.mark.processes
+def test_a_hanging_evaluation_ends_at_its_time_out(functions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "TIMEOUT_S", 0.5)
+    with pytest.raises(UserError, match=r"expected my_evaluation:hanging to return within 0\.5 s, got no result"):
+        evaluate(f"{functions}:hanging", "m", 0)
+
+
+def test_an_evaluation_is_announced_because_it_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = load_settings(None, ["--data.dataset=chain_sum", "--model.path=m", "--evaluation.function=my:held_out"])
+    said: list[str] = []
+
+    def counted(function: str, model: str, seed: int) -> Evaluation:
+        said.append(capsys.readouterr().out)
+        return Evaluation(metrics={"accuracy": 0.5})
+
+    monkeypatch.setattr(run, "evaluate", counted)
+    assert run._evaluate_model(settings, "m", "before") == Evaluation(metrics={"accuracy": 0.5})
+    assert said == ["evaluating the model before training (my:held_out)\n"]
+    assert capsys.readouterr().out == "before training: accuracy 0.500\n"
+    assert run._evaluate_model(settings, None, "after") is None, "a run without a checkpoint has no model"
