@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from streamrl.policies import role_commands
 from streamrl.policies.role_attaching import InstanceStatus
 from streamrl.policies.role_splitting import _check_arms, _check_shapes, _check_shares, _check_workers, shares_in
 from streamrl.schemas.errors import UserError
@@ -33,6 +34,12 @@ def test_shares_are_named_one_by_one_and_are_one_together_at_most() -> None:
     for shares, why in (({"a": 0.0}, "above 0"), ({"a": 1.5}, "up to 1"), ({"a": 0.6, "b": 0.5}, "at most 1")):
         with refused(why):
             _check_shares(shares)
+
+
+def test_a_split_is_given_shares_or_off_and_not_both() -> None:
+    for shares, off, got in (([], False, "neither"), (["rloo=0.5"], True, "both")):
+        with refused(f"expected either NAME=SHARE for each instance or --off, got {got}"):
+            role_commands.split(Path("runs/demo"), shares, off=off)
 
 
 def test_arms_are_instances_that_are_at_work_and_not_served() -> None:

@@ -8,6 +8,7 @@ from streamrl.bus.history import BusHistory
 from streamrl.bus.memory import MemoryBus
 from streamrl.inspection.export import Exporter
 from streamrl.inspection.lengths import recorded_completions
+from streamrl.producers.lengths.learned import role_commands
 from streamrl.producers.lengths.learned.model import load_newest
 from streamrl.producers.lengths.learned.role_fitting import REPORT, fit_lengths
 from streamrl.schemas.errors import DataError, UserError
@@ -72,3 +73,9 @@ def test_what_cannot_be_fitted_ends_with_a_line_for_the_user(tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="writable"):
         fit_lengths([big], tmp_path / "file", None, 0.9, 0.2, 1.0)
+
+
+def test_a_ranker_is_fitted_from_trees_or_a_language_model_and_not_both(tmp_path: Path) -> None:
+    for model, light in ((None, False), (tmp_path, True)):
+        with pytest.raises(UserError, match="expected either --light or --model DIR"):
+            role_commands.fit([tmp_path], tmp_path / "models", model, light=light)
