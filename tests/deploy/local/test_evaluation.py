@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.deploy.local import evaluation, run
+from streamrl.deploy.local import evaluation
 from streamrl.deploy.local.evaluation import Evaluation, evaluate
 from streamrl.schemas.errors import UserError
-from streamrl.settings.loading import load_settings
 
 FUNCTIONS = """
 import sys, time
@@ -52,20 +51,3 @@ def test_a_hanging_evaluation_ends_at_its_time_out(functions: str, monkeypatch: 
     monkeypatch.setattr(evaluation, "TIMEOUT_S", 0.5)
     with pytest.raises(UserError, match=r"expected my_evaluation:hanging to return within 0\.5 s, got no result"):
         evaluate(f"{functions}:hanging", "m", 0)
-
-
-def test_an_evaluation_is_announced_because_it_takes_long(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = load_settings(None, ["--data.dataset=chain_sum", "--model.path=m", "--evaluation.function=my:held_out"])
-    said: list[str] = []
-
-    def counted(function: str, model: str, seed: int) -> Evaluation:
-        said.append(capsys.readouterr().out)
-        return Evaluation(metrics={"accuracy": 0.5})
-
-    monkeypatch.setattr(run, "evaluate", counted)
-    assert run._evaluate_model(settings, "m", "before") == Evaluation(metrics={"accuracy": 0.5})
-    assert said == ["evaluating the model before training (my:held_out)\n"]
-    assert capsys.readouterr().out == "before training: accuracy 0.500\n"
-    assert run._evaluate_model(settings, None, "after") is None, "a run without a checkpoint has no model"
