@@ -25,7 +25,7 @@ class RunInput:
     shapes_trajectories: bool = True
 
 
-class Change(NamedTuple):
+class ChangedValue(NamedTuple):
     """A setting or an input that is not what it was at the start before, with both values as text."""
 
     name: str
@@ -48,7 +48,7 @@ class RunStart(BaseModel):
     at: float
     step: int
     inputs: dict[str, str] = {}
-    changed: tuple[Change, ...] = ()
+    changed: tuple[ChangedValue, ...] = ()
     earlier_trajectories: str | None = None
 
     @property
@@ -92,10 +92,10 @@ def append_start(path: Path, start: RunStart) -> None:
         raise UserError(f"expected to write {path}, got: {error.strerror}") from error
 
 
-def changed_inputs(before: Mapping[str, str], now: Sequence[RunInput]) -> list[Change]:
+def changed_inputs(before: Mapping[str, str], now: Sequence[RunInput]) -> list[ChangedValue]:
     """The inputs that are known at both starts and differ."""
     return [
-        Change(each.name, before[each.name], each.fingerprint)
+        ChangedValue(each.name, before[each.name], each.fingerprint)
         for each in now
         if each.fingerprint is not None and before.get(each.name, each.fingerprint) != each.fingerprint
     ]

@@ -16,7 +16,7 @@ import structlog
 from streamrl.consumers.training.checkpoints.catalogue import newest_model, next_start
 from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, check_storage, open_storage
 from streamrl.schemas.errors import CheckpointError
-from streamrl.schemas.starts import Change, RunInput, RunStart, changed_inputs, read_starts
+from streamrl.schemas.starts import ChangedValue, RunInput, RunStart, changed_inputs, read_starts
 from streamrl.settings.differences import PER_RUN_SETTINGS, differing, flat
 from streamrl.settings.loading import as_toml
 from streamrl.settings.run_directory import RunDirectory
@@ -94,7 +94,7 @@ def complete_line(settings: Settings, step: int) -> str:
     )
 
 
-def changes_since(settings: Settings, inputs: Sequence[RunInput], directory: RunDirectory) -> list[Change]:
+def changes_since(settings: Settings, inputs: Sequence[RunInput], directory: RunDirectory) -> list[ChangedValue]:
     """The inputs and settings that differ from those of the run's last start; empty for its first start.
 
     Inputs come first, because nothing else shows that they changed.
@@ -144,10 +144,10 @@ def _is_summarised(settings: Settings, directory: RunDirectory, step: int) -> bo
     return settings.evaluation.function is None or any(key.endswith("_after") for key in summary)
 
 
-def _changed_settings(settings: Settings, kept: Path) -> list[Change]:
+def _changed_settings(settings: Settings, kept: Path) -> list[ChangedValue]:
     try:
         trees = tomllib.loads(kept.read_text()), tomllib.loads(as_toml(settings))
     except (OSError, ValueError):
         return []
     differences = differing([flat(tree) for tree in trees], ignored=PER_RUN_SETTINGS)
-    return [Change(key, before, now) for key, (before, now) in differences]
+    return [ChangedValue(key, before, now) for key, (before, now) in differences]

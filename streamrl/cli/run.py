@@ -286,9 +286,11 @@ def run(
     config, overrides = split(context.args)
     if dry_run:
         raise typer.Exit(_dry_run(config, overrides))
-    from streamrl.deploy.local.run import run_locally
-    from streamrl.settings.loading import load_settings
+    from streamrl.deploy.local.long_steps import told_if_long
 
+    with told_if_long("loading libraries"):
+        from streamrl.deploy.local.run import run_locally
+        from streamrl.settings.loading import load_settings
     code = run_locally(load_settings(config, overrides), top=top, adopt=adopt, prepare_only=prepare)
     raise typer.Exit(code)
 

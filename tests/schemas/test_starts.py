@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from streamrl.schemas.errors import UserError
-from streamrl.schemas.starts import Change, RunInput, RunStart, append_start, changed_inputs, read_starts
+from streamrl.schemas.starts import ChangedValue, RunInput, RunStart, append_start, changed_inputs, read_starts
 
 FIRST = RunStart(at=1.0, step=0, inputs={"prompts": "a"})
 SECOND = RunStart(
-    at=2.0, step=4, inputs={"prompts": "b"}, changed=(Change("prompts", "a", "b"),), earlier_trajectories="skip"
+    at=2.0, step=4, inputs={"prompts": "b"}, changed=(ChangedValue("prompts", "a", "b"),), earlier_trajectories="skip"
 )
 
 
@@ -37,4 +37,4 @@ def test_a_start_that_cannot_be_written_is_refused_in_one_line(tmp_path: Path) -
 
 def test_only_inputs_that_are_known_at_both_starts_are_compared() -> None:
     now = [RunInput("prompts", "b"), RunInput("model", "m"), RunInput("reward a:b", None)]
-    assert changed_inputs({"prompts": "a", "reward a:b": "r", "gone": "g"}, now) == [Change("prompts", "a", "b")]
+    assert changed_inputs({"prompts": "a", "reward a:b": "r", "gone": "g"}, now) == [ChangedValue("prompts", "a", "b")]

@@ -17,7 +17,7 @@ def first_step_waits_for(is_ready: bool, workers: Sequence[Heartbeat], sampled: 
         return "no worker is up yet"
     ready = [beat for beat in workers if beat.state is not WorkerState.STARTING]
     if not ready:
-        return f"{len(workers)} workers load the model"
+        return f"no worker has loaded the model yet; loading: {len(workers)}"
     if wanted is not None and sampled >= wanted:
         return f"the trainer has {sampled:,} trajectories and computes the first step"
     of = "" if wanted is None else f" of {wanted:,}"

@@ -8,7 +8,7 @@ from streamrl.inspection.dashboard.ended import ended_state
 from streamrl.inspection.report.record import read_facts
 from streamrl.inspection.source import PastRun, open_run
 from streamrl.observability.run_state.snapshot import snapshot
-from streamrl.schemas.starts import Change, RunStart, append_start
+from streamrl.schemas.starts import ChangedValue, RunStart, append_start
 from tests.inspection.report.recorded import gather, record_run
 
 
@@ -20,7 +20,7 @@ async def past_run(path: Path, *, most: float | None = None) -> PastRun:
         rows[-1]["progress/max_steps"] = most
         recorded.directory.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     recorded.directory.summary.write_text(json.dumps({"steps": last}))
-    changed = (Change("a.b", "1", "2"),)
+    changed = (ChangedValue("a.b", "1", "2"),)
     for start in (
         RunStart(at=rows[0]["time"] - 9.0, step=0),
         RunStart(at=rows[3]["time"] - 0.01, step=3, changed=changed),

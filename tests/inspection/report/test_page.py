@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from streamrl.inspection.report.page import page_of, write_page
 from streamrl.inspection.report.record import RunRecord, read_record
-from streamrl.schemas.starts import Change, RunStart
+from streamrl.schemas.starts import ChangedValue, RunStart
 from tests.inspection.dashboard.browser import Page, browser_page, chromium, expect_no_serious_issue
 from tests.inspection.report.recorded import gather, record_run
 
@@ -245,7 +245,7 @@ async def test_marks_are_drawn_into_the_curves_and_named(browser: Page, written:
     plain, marked = tmp_path / "plain.html", tmp_path / "marked.html"
     record = written.records[0]
     began = record.rows.began + record.rows.times[len(record.rows.times) // 2]
-    start = RunStart(at=began, step=3, changed=(Change("training.learning_rate", "5e-05", "3e-05"),))
+    start = RunStart(at=began, step=3, changed=(ChangedValue("training.learning_rate", "5e-05", "3e-05"),))
     write_page(plain, [record])
     write_page(marked, [replace(record, starts=(start,))])
     drawn = []

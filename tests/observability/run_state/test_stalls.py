@@ -41,7 +41,7 @@ def test_the_first_thing_that_is_missing_is_named(mode: str, workers: list[Heart
     [
         (False, [beat()], 0, 64, "the trainer loads the model"),
         (True, [], 0, 64, "no worker is up yet"),
-        (True, [beat(state=WorkerState.STARTING)] * 2, 0, 64, "2 workers load the model"),
+        (True, [beat(state=WorkerState.STARTING)] * 2, 0, 64, "no worker has loaded the model yet; loading: 2"),
         (
             True,
             [beat(state=WorkerState.STARTING), beat(running=8, tokens_per_s=90.0)],

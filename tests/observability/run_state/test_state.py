@@ -18,7 +18,7 @@ from streamrl.observability.run_state.state import (
 from streamrl.schemas.control import RunFinished
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import RecordRef, SkipReason, StepReport, WorkerState
-from streamrl.schemas.starts import Change, RunStart
+from streamrl.schemas.starts import ChangedValue, RunStart
 from streamrl.schemas.topics import TRAJECTORIES
 from tests.observability.run_state.made_up_run import MadeUpRun
 from tests.observability.run_state.writing import append, append_letters, paused, topics_of
@@ -119,7 +119,7 @@ def test_restarts_and_a_resumed_run_are_marked_in_the_curves() -> None:
     state.processes.starts = (
         RunStart(at=BEGIN - 9.0, step=0),
         RunStart(at=BEGIN + 29.0, step=4),
-        RunStart(at=BEGIN + 49.0, step=4, changed=(Change("a.b", "1", "2"),)),
+        RunStart(at=BEGIN + 49.0, step=4, changed=(ChangedValue("a.b", "1", "2"),)),
     )
     state.observe_message(reported(4, 3, 40.0))
     state.observe_message(reported(4, 4, 60.0))

@@ -11,7 +11,7 @@ from streamrl.inspection.report.record import (
     rows_of,
 )
 from streamrl.schemas.evaluation import EVALUATED
-from streamrl.schemas.starts import Change, RunStart
+from streamrl.schemas.starts import ChangedValue, RunStart
 
 
 def run(count: int, **metrics: float) -> StepTable:
@@ -100,7 +100,7 @@ def test_a_jump_is_marked_with_its_step_and_its_reason() -> None:
 
 def test_a_resumed_run_has_one_mark_with_what_changed() -> None:
     crashed, resumed = (RunMark(at=at, kind="restart", text="a new trainer, from step 4") for at in (104.5, 110.5))
-    start = RunStart(at=108.0, step=8, changed=(Change("training.learning_rate", "5e-05", "3e-05"),))
+    start = RunStart(at=108.0, step=8, changed=(ChangedValue("training.learning_rate", "5e-05", "3e-05"),))
     found = marks(record_with(start, marks=(crashed, resumed)))
     assert [(mark["kind"], mark["text"]) for mark in found] == [
         ("restart", "a new trainer, from step 4"),
