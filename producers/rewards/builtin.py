@@ -7,6 +7,7 @@ the completion contains. The library of ``math_verify`` is loaded only when that
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -126,7 +127,9 @@ def math_verify(answer_pattern: str | None = None) -> Reward:
         targets = found_in(found)
         return float(any(is_equal(gold, target) for gold in golds for target in targets))
 
-    judge("$x^2 + 2x + 1$", "$(x+1)^2$")  # the first symbolic comparison takes a second or more, to make tables
+    # The first symbolic comparison takes a second or more, to make tables. On a busy machine it may take too long.
+    with suppress(TimeoutError):
+        judge("$x^2 + 2x + 1$", "$(x+1)^2$")
     return _by_answer(judge)
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamrl.producers.rewards import mathematics
 from streamrl.producers.rewards.builtin import math_verify
 from streamrl.producers.rewards.mathematics import AnswerRefused, expected, found_in, is_equal
 from tests.producers.rewards.builtin.golds import BY_HAND, DECOYS, LONG, REFUSED, read_golds
@@ -118,6 +119,16 @@ def test_a_formula_is_no_part_of_it_and_no_other_of_its_form(form: str, numbers:
 def test_a_time_out_is_no_verdict() -> None:
     with pytest.raises(TimeoutError, match="math_verify took more than 3 s to compare a completion with '5'"):
         paid("$9^{9^{9^9}}$", "5")
+
+
+def test_the_reward_is_made_on_a_machine_that_is_too_busy_to_try_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: Any) -> bool:
+        raise TimeoutError("math_verify took more than 3 s")
+
+    monkeypatch.setattr(mathematics, "is_equal", late)
+    score = math_verify()
+    monkeypatch.undo()
+    assert score(completions=["7"], answer=["7"]) == [1.0]
 
 
 def test_answers_that_are_neither_text_nor_number_are_refused_by_name() -> None:
