@@ -37,7 +37,7 @@ def test_shares_are_named_one_by_one_and_are_one_together_at_most() -> None:
 
 
 def test_a_split_is_given_shares_or_off_and_not_both() -> None:
-    for shares, off, got in (([], False, "neither"), (["rloo=0.5"], True, "both")):
+    for shares, off, got in ((None, False, "neither"), (["rloo=0.5"], True, "both")):
         with refused(f"expected either NAME=SHARE for each instance or --off, got {got}"):
             role_commands.split(Path("runs/demo"), shares, off=off)
 
