@@ -96,6 +96,7 @@ def _check_its_records(run: streamrl.Run) -> None:
     trained = [row for row in rows if row["step"] is not None]
     assert not [row for row in trained if row["skip_reason"] is not None], "one fate each"
     assert len(trained) + sum(row["skip_reason"] == "zero_advantage" for row in rows) == 5 * 4 * 4
+    assert all((row["advantage"] is None) == (row["step"] is None) for row in rows)
     assert all(len(row["token_ids"]) == len(row["logprobs"]) == row["length"] for row in trained)
     steps = run.steps()
     assert steps["step"].to_pylist() == [1, 2, 3, 4, 5]
