@@ -70,9 +70,9 @@ def test_every_scenario_does_the_harm_it_is_named_for_and_every_promise_is_kept(
         assert not wanted, name
 
 
-@pytest.mark.parametrize("seed", [372, 424])
+@pytest.mark.parametrize("seed", [94, 179, 324])
 def test_processes_that_left_at_an_undone_end_come_back_and_the_run_ends_well(seed: int) -> None:
-    """A moment before all roles have heard of the end, and a moment after."""
+    """At several moments after the end: before all roles have heard of it, and after."""
     outcome = run_seed(seed, "restores", keep_trace=True)
     assert any(kind == "end undone" for _, kind, _, _ in outcome.trace), "another seed shows it now"
     assert outcome.problems == ()
@@ -300,7 +300,7 @@ def test_a_restore_that_the_next_start_does_not_heed_is_found(monkeypatch: pytes
 
 FOUND: list[tuple[str, int, dict[str, Any]]] = [
     ("restores", 20, {}),
-    ("zombie-trainers", 7, {"by_lineage": True, "checkpoint_every": 3}),
+    ("zombie-trainers", 122, {"by_lineage": True, "checkpoint_every": 3}),
     ("splits-and-promotions", 33, {}),
     ("partial-trajectories", 139, {}),
 ]
@@ -309,7 +309,7 @@ FOUND: list[tuple[str, int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("scenario", "seed", "changes"), FOUND)
 def test_seeds_that_found_something_find_nothing_any_more(scenario: str, seed: int, changes: dict[str, Any]) -> None:
     """In these scenarios seeds found: groups counted as under way behind a restore that went forward again to what an
-    earlier one had undone; a manifest that came late, behind files that a successor had cleared (7 finds it still,
+    earlier one had undone; a manifest that came late, behind files that a successor had cleared (122 finds it still,
     where the safeguard is missing: see below); a last step never reported by an instance that took one refused request
     for the end of the broker; a worker that was stopped before its first heartbeat and waited for ever.
 
