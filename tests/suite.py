@@ -185,19 +185,28 @@ def run_changed(since: str, times: int, minutes: float, jobs: int) -> int:
 
 
 def changed_tests(since: str) -> list[str]:
-    """Node ids of the test functions with a line that was added or changed since a commit."""
+    """Node ids of the test functions with a line that was added or changed since a commit. A new name is no change."""
     diff = _git("diff", "-U0", "--no-color", since, "--", "tests")
     found, path, functions = dict[str, None](), None, list[tuple[str, int, int]]()
-    for line in diff.splitlines():
-        if line.startswith("+++ "):
-            path = line[6:] if line.startswith("+++ b/tests/") and re.search(r"/test_\w+\.py$", line) else None
+    for part in re.split(r"^(?=@@ |diff )", diff, flags=re.MULTILINE):
+        head, _, body = part.partition("\n")
+        if head.startswith("diff "):
+            path = next((line[6:] for line in body.splitlines() if line.startswith("+++ b/tests/")), None)
+            path = path if path and re.search(r"/test_\w+\.py$", path) else None
             functions = _test_functions(ROOT / path) if path else []
-        elif path and (hunk := re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", line)):
+        elif path and (hunk := re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", head)) and not _is_renaming(body):
             first, count = int(hunk[1]), int(hunk[2] or 1)
             for name, start, end in functions:
                 if first <= end and first + count > start:
                     found[f"{path}::{name}"] = None
     return list(found)
+
+
+def _is_renaming(hunk: str) -> bool:
+    """Whether the lines of a hunk differ in the names of tests only."""
+    lines = [re.sub(r"\btest_\w+", "test", line) for line in hunk.splitlines()]
+    before, after = ([line[1:] for line in lines if line.startswith(sign)] for sign in "-+")
+    return before == after
 
 
 def _test_functions(path: Path) -> list[tuple[str, int, int]]:

@@ -93,3 +93,5 @@ def test_changed_tests_are_those_with_a_changed_line(tmp_path: Path, monkeypatch
     (tmp_path / "tests" / "test_new.py").write_text("async def test_three():\n    pass\n")
     git("add", ".")
     assert changed_tests("HEAD") == ["tests/test_it.py::test_two", "tests/test_new.py::test_three"]
+    module.write_text(module.read_text().replace("test_one", "test_first"))
+    assert changed_tests("HEAD") == ["tests/test_it.py::test_two", "tests/test_new.py::test_three"], "only renamed"
