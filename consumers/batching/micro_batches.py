@@ -6,10 +6,14 @@ budget; a sample over the budget gets its own micro-batch. Padding is weighed ag
 (``CostModel``). With R ranks, the budget is for each rank: a micro-batch is distributed over all of them
 (``dealing.py``), and takes as long as the largest share, of ceil(rows / R) rows. Without padding (``packing``
 "varlen"), a share is one row of all its tokens, which stay within the budget, and the fullest run is the best
-(``fullest_run``, ``fewest_runs``). Knows no torch.
+(``fullest_run``, ``fewest_runs``). With ``packing`` "shared", samples are held in the order of their tokens, so that
+neighbours share prefixes, and tokens that a run has in common count once. Knows no torch.
 
-Invariant every_sample_is_in_exactly_one_micro_batch: between two flushes, each sample added is returned once, unless
-its group was dropped.
+Invariants:
+- every_sample_is_in_exactly_one_micro_batch: between two flushes, each sample added is returned once, unless its group
+  was dropped;
+- a_prompt_is_computed_once: with "shared", samples of one prompt are in one micro-batch, unless they alone exceed the
+  budget.
 """
 
 from bisect import insort
@@ -20,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from streamrl.consumers.batching.prefixes import sequence_key, shared_tokens, token_order
 from streamrl.consumers.batching.settings import BatchingSettings, Packing
 from streamrl.schemas.identifiers import group_id_of
 from streamrl.schemas.reports import RecordRef
@@ -145,8 +150,11 @@ class MicroBatch:
 
     @property
     def num_positions(self) -> int:
-        """Tokens that are computed: with padding, B times S."""
-        return int(self.input_ids.size) if self.packing == "padded" else self.num_tokens
+        """Tokens that are computed: with padding, B times S; those of shared prefixes once."""
+        if self.packing == "padded":
+            return int(self.input_ids.size)
+        shared = token_order(self.input_ids, self.lengths).shared.sum() if self.packing == "shared" else 0
+        return self.num_tokens - int(shared)
 
 
 def collate(samples: list[TrainingSample], packing: Packing = "padded") -> MicroBatch:
@@ -182,11 +190,15 @@ def collate(samples: list[TrainingSample], packing: Packing = "padded") -> Micro
 
 
 class _HeldSample(NamedTuple):
-    """Sorts longest first, then by trajectory id, so that the order does not depend on arrival."""
+    """Sorts longest first, or by its tokens, then by trajectory id, so that the order does not depend on arrival."""
 
-    minus_length: int
+    order: int | bytes
     trajectory_id: str
     item: TrainingSample
+
+
+def _key_of(trajectory: Trajectory) -> bytes:
+    return sequence_key(np.concatenate([trajectory.prompt_token_ids, trajectory.token_ids]))
 
 
 @dataclass
@@ -212,18 +224,19 @@ class MicroBatcher:
             length = item.sample.length
             # Kept sorted, so that samples of similar length are neighbours. Ids are unique (the filter drops repeats),
             # so tuples are never compared by their items, which have no order.
-            insort(self._held, _HeldSample(-length, item.sample.ref.trajectory_id, item))
+            order = -length if self.packing != "shared" else _key_of(item.sample.trajectory)
+            insort(self._held, _HeldSample(order, item.sample.ref.trajectory_id, item))
             self._tokens += length
         # Cuts down to the lookahead: a choice among several budgets of samples keeps padding low.
         due: list[MicroBatch] = []
-        while not self.whole_batches and self._tokens > self._budgets * self.lookahead:
+        while not self.whole_batches and self._to_compute > self._budgets * self.lookahead:
             due.append(self._cut_best())
         return due
 
     def cut_for_idle(self) -> MicroBatch | None:
         """The best micro-batch now, for a trainer that is idle; None if less than a budget is held."""
         # With less than a budget, the fixed cost would be paid for few tokens; more may arrive soon.
-        is_enough = self._tokens >= self._budgets and not self.whole_batches
+        is_enough = self._to_compute >= self._budgets and not self.whole_batches
         return self._cut_best() if is_enough else None
 
     def flush(self) -> list[MicroBatch]:
@@ -231,7 +244,7 @@ class MicroBatcher:
         if self.packing == "padded":
             runs = cheapest_runs(self._lengths(), self.settings.token_budget, self._costs, self.ranks)
         else:
-            runs = fewest_runs(self._lengths(), self.settings.token_budget, self.ranks)
+            runs = fewest_runs(self._lengths(), self.settings.token_budget, self.ranks, self._prefixes())
         rest = [self._collate(run) for run in runs]
         self.clear()
         return rest
@@ -239,7 +252,7 @@ class MicroBatcher:
     def drop_group(self, group_id: str) -> None:
         """Forget the samples of a group that are still held."""
         self._held = [each for each in self._held if group_id_of(each.trajectory_id) != group_id]
-        self._tokens = -sum(each.minus_length for each in self._held)
+        self._tokens = int(self._lengths().sum())
 
     def clear(self) -> None:
         """Forget all samples held."""
@@ -247,8 +260,13 @@ class MicroBatcher:
         self._tokens = 0
 
     def _cut_best(self) -> MicroBatch:
-        choose = best_run if self.packing == "padded" else fullest_run
-        run = choose(self._lengths(), self.settings.token_budget, self._costs, self.ranks)
+        lengths, budget = self._lengths(), self.settings.token_budget
+        if (prefixes := self._prefixes()) is None:
+            choose = best_run if self.packing == "padded" else fullest_run
+            run = choose(lengths, budget, self._costs, self.ranks)
+        else:
+            # The first and not the fullest: what precedes a run could be a part of a prompt's samples.
+            run = fewest_runs(lengths, budget, self.ranks, prefixes)[0]
         batch = self._collate(run)
         del self._held[run.start : run.end]
         self._tokens -= batch.num_tokens
@@ -263,8 +281,21 @@ class MicroBatcher:
         """Tokens that all ranks together may compute at once."""
         return self.settings.token_budget * self.ranks
 
+    @property
+    def _to_compute(self) -> int:
+        """Tokens of all samples held, those of shared prefixes once."""
+        prefixes = self._prefixes()
+        return self._tokens - (0 if prefixes is None else int(prefixes.shared.sum()))
+
     def _lengths(self) -> Lengths:
-        return np.array([-each.minus_length for each in self._held], dtype=np.int64)
+        return np.array([each.item.sample.length for each in self._held], dtype=np.int64)
+
+    def _prefixes(self) -> "Prefixes | None":
+        if self.packing != "shared":
+            return None
+        shared = shared_tokens([each.order for each in self._held if isinstance(each.order, bytes)])
+        prompts = [len(each.item.sample.trajectory.prompt_token_ids) for each in self._held]
+        return Prefixes.of(shared, np.array(prompts, dtype=np.int64))
 
     def _collate(self, run: "SampleRange") -> MicroBatch:
         return collate([each.item for each in self._held[run.start : run.end]], self.packing)
@@ -385,22 +416,49 @@ def fullest_run(lengths: Lengths, budget: int, costs: CostModel, ranks: int = 1)
     return SampleRange(best, int(ends[best]))
 
 
-def fewest_runs(lengths: Lengths, budget: int, ranks: int = 1) -> list[SampleRange]:
-    """All samples in the fewest micro-batches of neighbours without padding, longest first."""
-    ends = _farthest_ends(lengths, budget, ranks)
+class Prefixes(NamedTuple):
+    """What N samples in the order of their tokens have in common.
+
+    ``shared``: of each, the first tokens that are those of the one before it, int64 [N]. ``borders``: where a run may
+    end, since the next sample has another prompt; int64, the last is N.
+    """
+
+    shared: Lengths
+    borders: Lengths
+
+    @classmethod
+    def of(cls, shared: Lengths, prompts: Lengths) -> "Prefixes":
+        """``prompts``: the length of each sample's prompt, int64 [N]."""
+        # Samples of one prompt share all of it.
+        begins = shared < np.maximum(prompts, np.roll(prompts, 1))
+        return cls(shared, np.append(np.flatnonzero(begins), len(shared)))
+
+
+def fewest_runs(lengths: Lengths, budget: int, ranks: int = 1, prefixes: Prefixes | None = None) -> list[SampleRange]:
+    """All samples in the fewest micro-batches of neighbours without padding, in their order."""
+    ends = _farthest_ends(lengths, budget, ranks, prefixes)
     runs: list[SampleRange] = []
     while (start := runs[-1].end if runs else 0) < len(lengths):
         runs.append(SampleRange(start, int(ends[start])))
     return runs
 
 
-def _farthest_ends(lengths: Lengths, budget: int, ranks: int) -> Lengths:
-    """For each start, the largest end of a run: each rank's share of neighbours fits the budget, or is one sample."""
+def _farthest_ends(lengths: Lengths, budget: int, ranks: int, prefixes: Prefixes | None = None) -> Lengths:
+    """For each start, the largest end of a run: each rank's share of neighbours fits the budget, or is one sample.
+
+    A share with shared prefixes ends where the next sample has another prompt, if one of its samples does.
+    """
     count = len(lengths)
-    sums = np.concatenate([[0], np.cumsum(lengths)])
-    fitting = np.searchsorted(sums, sums[:-1] + budget, side="right") - 1
-    after_share = np.append(np.maximum(fitting, np.arange(1, count + 1)), count)
-    ends = np.arange(count)
+    shared = np.zeros_like(lengths) if prefixes is None else prefixes.shared
+    sums = np.concatenate([[0], np.cumsum(lengths - shared)])
+    # The first sample of a share has all of its tokens.
+    starts = np.arange(count)
+    fitting = np.maximum(starts, np.searchsorted(sums, sums[:-1] - shared + budget, side="right") - 1)
+    if prefixes is not None:
+        whole = prefixes.borders[np.searchsorted(prefixes.borders, fitting, side="right") - 1]
+        fitting = np.where(whole > starts, whole, fitting)
+    after_share = np.append(np.maximum(fitting, starts + 1), count)
+    ends = starts
     for _ in range(ranks):
         ends = after_share[ends]
     return ends

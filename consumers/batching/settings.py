@@ -6,8 +6,8 @@ from pydantic import Field
 
 from streamrl.schemas.settings import Section
 
-Packing = Literal["padded", "varlen"]
-"""``training.packing``: rows padded to the longest, or joined without padding."""
+Packing = Literal["padded", "varlen", "shared"]
+"""``training.packing``: rows padded to the longest, joined without padding, or joined with common prefixes once."""
 
 
 class BatchingSettings(Section):
@@ -17,7 +17,7 @@ class BatchingSettings(Section):
         int,
         Field(
             ge=1,
-            description="Most tokens of a micro-batch, including padding if there is any (training.packing); a longer "
-            "sample gets its own micro-batch.",
+            description="Most tokens that are computed in a micro-batch, including padding if there is any "
+            "(training.packing); a longer sample gets its own micro-batch.",
         ),
     ] = 16_384

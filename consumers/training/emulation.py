@@ -22,8 +22,9 @@ from torch import Tensor
 
 from streamrl.bus.waiting import in_thread
 from streamrl.consumers.algorithms.advantages import ModelLimits
-from streamrl.consumers.batching.dealing import deal
+from streamrl.consumers.batching.dealing import deal_rows
 from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.consumers.batching.prefixes import token_order
 from streamrl.consumers.training.checkpoints.catalogue import Lineage
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
 from streamrl.consumers.training.checkpoints.storage import remove_leftovers
@@ -201,17 +202,21 @@ def dealt_s(batch: MicroBatch, durations: TrainingCosts, ranks: int) -> float:
     """Emulated seconds of a micro-batch's forward and backward pass on several ranks, which wait for the slowest."""
     if ranks == 1:
         return forward_backward_s(batch, durations)
-    shares = [share for share in deal(batch.lengths.tolist(), ranks, batch.packing) if share]
+    shares = [share for share in deal_rows(batch, range(len(batch.refs)), ranks, batch.packing) if share]
     return max(forward_backward_s(batch.repacked(share), durations) for share in shares)
 
 
 def forward_backward_s(batch: MicroBatch, durations: TrainingCosts) -> float:
     """Emulated seconds of a micro-batch's forward and backward pass."""
-    # a + b sum(L) + c sum(L^2) over the rows' lengths L. If padding counts, every row is as long as the width S.
+    # a + b sum(L) + c sum(L^2) over the rows' lengths L. If padding counts, every row is as long as the width S. Shared
+    # prefixes are computed once.
     rows, width = batch.input_ids.shape  # [B, S]
     tokens, squares = batch.num_tokens, int((batch.lengths.astype("int64") ** 2).sum())
     if durations.padding_counts and batch.packing == "padded":
         tokens, squares = rows * width, rows * width * width
+    elif batch.packing == "shared":
+        shared = token_order(batch.input_ids, batch.lengths).shared
+        tokens, squares = tokens - int(shared.sum()), squares - int((shared**2).sum())
     return (
         durations.forward_backward_s_per_micro_batch
         + durations.forward_backward_s_per_token * tokens

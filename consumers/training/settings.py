@@ -104,8 +104,10 @@ class TrainingSettings(Section):
         Packing,
         Field(
             description='How a micro-batch is computed: "padded" pads rows to the longest; "varlen" joins documents '
-            "without padding, each with its own positions and attention, and batching.token_budget counts no padding. "
-            '"varlen" needs a model whose tokens see each other only through attention.'
+            "without padding, each with its own positions and attention, and batching.token_budget counts no padding; "
+            '"shared" does the same and computes a prefix that documents share, such as the prompt of a group, once. '
+            'The last two need a model whose tokens see each other only through attention, "shared" one without '
+            "sliding windows.",
         ),
     ] = "padded"
     attn_implementation: Annotated[

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from streamrl.consumers.algorithms.losses import BatchTotals
 from streamrl.consumers.algorithms.settings import AlgorithmSettings
 from streamrl.consumers.algorithms.token_credit import StepTensors
-from streamrl.consumers.batching.dealing import deal
+from streamrl.consumers.batching.dealing import deal_rows
 from streamrl.consumers.batching.micro_batches import MicroBatch
 from streamrl.consumers.training.checkpoints.shards import PiecedTensors
 from streamrl.consumers.training.companions import Companions, Critic, open_companions
@@ -256,8 +256,7 @@ class DealingLearner(ShardLearner):
     ) -> tuple[list[list[int]], Work]:
         """Distribute the active rows over the ranks; returns each rank's row numbers, and rank 0's own work."""
         rows = torch.nonzero(active).squeeze(1).tolist()
-        dealt = deal([int(batch.lengths[row]) for row in rows], self._team.ranks, self._training.packing)
-        shares = [[rows[number] for number in share] for share in dealt]
+        shares = deal_rows(batch, rows, self._team.ranks, self._training.packing)
         work = [
             work_of_rows(batch, mask, share, held, self._pairs) if share else idle_work(is_held=held is not None)
             for share in shares

@@ -24,7 +24,7 @@ from streamrl.consumers.algorithms.advantages import ModelLimits
 from streamrl.consumers.algorithms.estimators import SCALE_EPSILON
 from streamrl.consumers.algorithms.losses import BatchTotals, denominator
 from streamrl.consumers.algorithms.settings import AlgorithmSettings
-from streamrl.consumers.batching.dealing import deal
+from streamrl.consumers.batching.dealing import deal_rows
 from streamrl.consumers.batching.micro_batches import Group
 from streamrl.consumers.batching.settings import BatchingSettings
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
@@ -191,7 +191,8 @@ class ScratchPolicy:
         ranks, packing = self.config.training.ranks, self.config.training.packing
         for micro_batch in batch.micro_batches:
             # A micro-batch for several ranks fills the memory of all of them. Computed share by share, it fits here.
-            shares = deal(micro_batch.lengths.tolist(), ranks, packing) if ranks > 1 else []
+            rows = range(len(micro_batch.refs))
+            shares = deal_rows(micro_batch, rows, ranks, packing) if ranks > 1 else []
             parts = [micro_batch.repacked(share) for share in shares if share] or [micro_batch]
             for part in parts:
                 self.learner.accumulate(part)

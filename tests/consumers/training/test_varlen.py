@@ -67,9 +67,9 @@ LEARNERS: dict[str, dict[str, Any]] = {
 }
 
 
-def saved(directory: Path, name: str) -> Path:
+def saved(directory: Path, name: str, seed: int = 0) -> Path:
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = MODELS[name]()
     for parameter in model.parameters():  # as far from uniform as a trained model: a leak shows
         if parameter.ndim > 1:
