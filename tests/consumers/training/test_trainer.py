@@ -125,8 +125,8 @@ async def test_a_stopped_trainer_leaves_a_checkpoint_that_transformers_load(harn
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"packing": "varlen"}, {"optimizer_offload": True}],
-    ids=["as by default", "packed", "optimizer on the processor"],
+    [{}, {"packing": "varlen"}, {"packing": "shared"}, {"optimizer_offload": True}],
+    ids=["as by default", "packed", "prompts once", "optimizer on the processor"],
 )
 async def test_a_resumed_trainer_goes_on_bit_equal_to_one_that_never_stopped(
     tmp_path: Path, model_path: Path, options: dict[str, Any]

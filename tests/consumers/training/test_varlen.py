@@ -221,12 +221,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.parametrize("packing", ["varlen", "shared"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_cannot_keep_documents_apart_is_refused_in_one_line(name: str) -> None:
+def test_a_model_that_cannot_keep_documents_apart_is_refused_in_one_line(name: str, packing: str) -> None:
     make, class_name = REFUSED[name]
     torch.manual_seed(0)
-    with pytest.raises(ModelError, match=rf'training\.packing="varlen", got {class_name}.*set it to "padded"') as told:
-        open_scorer(make(), PACKED)
+    refusal = rf'training\.packing="{packing}", got {class_name}.*set it to "padded"'
+    with pytest.raises(ModelError, match=refusal) as told:
+        open_scorer(make(), TrainingSettings.model_validate({"packing": packing}))
     assert "\n" not in str(told.value)
 
 

@@ -62,11 +62,12 @@ async def test_a_float32_head_is_a_part_of_how_a_step_was_computed(tmp_path: Pat
     assert otherwise.rebuilt.verdict != "bit-equal"
 
 
+@pytest.mark.parametrize("packing", ["varlen", "shared"])
 @pytest.mark.parametrize("algorithm", SETTINGS.values(), ids=SETTINGS)
 async def test_packed_steps_with_the_optimizer_on_the_processor_replay_bit_equal(
-    tmp_path: Path, model_path: Path, algorithm: AlgorithmSettings
+    tmp_path: Path, model_path: Path, algorithm: AlgorithmSettings, packing: str
 ) -> None:
-    training = KEPT.model_copy(update={"packing": "varlen", "optimizer_offload": True})
+    training = KEPT.model_copy(update={"packing": packing, "optimizer_offload": True})
     run = await recorded(tmp_path, model_path, algorithm=algorithm, training=training)
     found = await run.replays(1, 8)
     assert [each.rebuilt.verdict for each in found] == ["bit-equal"] * 8

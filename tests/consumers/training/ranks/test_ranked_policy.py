@@ -1,5 +1,6 @@
 """Several ranks train like one, continue from a checkpoint of any number of ranks, and end together."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.batching.micro_batches import MicroBatch
 from streamrl.consumers.training.policy import TrainedPolicy
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import WEIGHTS
@@ -21,8 +23,16 @@ LONG_S = 20.0
 
 
 def batches_of(number: int) -> list[Any]:
-    # Five rows, then one row: with several ranks, some get no row.
-    return [make_micro_batch(5, seed=10 * number + 1), make_micro_batch(1, seed=10 * number + 2)]
+    # A group, five rows, then one row: with several ranks, some get no row.
+    return [grouped(10 * number + 1), make_micro_batch(5, seed=10 * number + 1), make_micro_batch(1, 10 * number + 2)]
+
+
+def grouped(seed: int) -> MicroBatch:
+    """Four rows with one prompt."""
+    batch = make_micro_batch(4, seed=seed, advantages=[1.0, -1.0, 1.0, -0.5])
+    ids = batch.input_ids.copy()
+    ids[:, :3] = ids[0, :3]
+    return replace(batch, input_ids=ids)
 
 
 def gradients(moments: Any) -> dict[str, Any]:
@@ -38,8 +48,8 @@ def exported(policy: TrainedPolicy, root: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [(2, {}), (4, {}), (2, {"packing": "varlen", "optimizer_offload": True})],
-    ids=["two", "four", "two, packed, optimizer on the processor"],
+    [(2, {}), (4, {}), (2, {"packing": "varlen", "optimizer_offload": True}), (4, {"packing": "shared"})],
+    ids=["two", "four", "two, packed, optimizer on the processor", "four, prompts once"],
 )
 def test_a_step_does_not_depend_on_the_number_of_ranks_and_every_rank_makes_the_same_calls(
     tmp_path: Path, model_path: Path, ranks: int, options: dict[str, Any]
@@ -79,7 +89,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("packing", ["padded", "varlen"])
+@pytest.mark.parametrize("packing", ["padded", "varlen", "shared"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_gradients_and_metrics_are_the_same_over_ranks(
     tmp_path: Path, model_path: Path, name: str, packing: str
@@ -90,7 +100,7 @@ def test_gradients_and_metrics_are_the_same_over_ranks(
     algorithm, found = AlgorithmSettings.model_validate(chosen), {}
     for ranks in (1, 2):
         with opened(tmp_path / str(ranks), model_path, ranks, algorithm=algorithm, packing=packing) as policy:
-            batches = [make_micro_batch(4, seed=seed, advantages=[1.0, -1.0, 1.0, -0.5]) for seed in (1, 2)]
+            batches = [grouped(seed) for seed in (1, 2)]
             metrics = step(policy, batches, 0.7)
             moments = kept(policy, tmp_path / str(ranks)).state.optimizer
             found[ranks] = metrics, {each: moments[each] for each in moments}
