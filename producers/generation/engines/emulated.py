@@ -16,6 +16,7 @@ import heapq
 import math
 import sys
 import time
+import zlib
 from array import array
 from bisect import bisect_right
 from collections import deque
@@ -47,6 +48,8 @@ log = structlog.get_logger()
 V = TypeVar("V")
 
 FILLER_ID = 1
+PROMPT_IDS = 1 << 30
+"""Number of ids that an emulated prompt may begin with: most that an emulated trainer takes."""
 FILLER_LOGPROB = -1.0
 REWARD = 1.0
 SHORTEST_SLEEP_S = 0.0005
@@ -383,16 +386,18 @@ class EmulatedClock:
 
 @dataclass(eq=False, slots=True)
 class _Reply:
-    """The deltas that a caller of ``generate`` receives, and the reason of the last one."""
+    """The deltas that a caller of ``generate`` receives, the reason of the last one, and the next token's id."""
 
     finish_reason: FinishReason
+    next_id: int
     mailbox: "asyncio.Queue[TokenDelta | EngineError]" = field(default_factory=asyncio.Queue)
 
 
 class EmulatedEngine:
     """An ``Engine`` without a model: requests wait in order of arrival while ``max_num_seqs`` completions are running.
 
-    All tokens are the same, and so are their log-probabilities; the length trace says how many there are.
+    All tokens are the same, and so are their log-probabilities; the length trace says how many there are. Only a
+    completion's first token tells the samples of a group apart: what follows their prompt is not shared by any two.
     """
 
     name = "emulated"
@@ -448,10 +453,11 @@ class EmulatedEngine:
         group = request.request_id.rpartition("/")[0]
         handed = len(request.prefix_token_ids)
         if handed >= length:
-            yield self._delta(batch.version, 0, reason)
+            yield self._delta(batch.version, 0, reason, FILLER_ID)
             return
         sequence = EmulatedSequence(len(request.prompt_token_ids), length, handed=handed, group=group)
-        reply = _Reply(reason)
+        index = request.request_id.rpartition("/")[2]
+        reply = _Reply(reason, FILLER_ID + int(index) if index.isdecimal() and not handed else FILLER_ID)
         self._replies[sequence] = reply
         self._requested[request.request_id] = sequence
         # Not advanced at once: a whole group arrives in one turn of the event loop and is admitted at one boundary.
@@ -559,18 +565,23 @@ class EmulatedEngine:
             return
         for number, (version, tokens) in enumerate(sampled.parts, start=1):
             is_last = sampled.is_over and number == len(sampled.parts)
-            reply.mailbox.put_nowait(self._delta(version, tokens, reply.finish_reason if is_last else None))
+            reason = reply.finish_reason if is_last else None
+            reply.mailbox.put_nowait(self._delta(version, tokens, reason, reply.next_id))
+            reply.next_id = FILLER_ID
         if sampled.is_interrupted:
             reply.mailbox.put_nowait(Interrupted("expected a complete completion, but it was interrupted"))
         if sampled.is_over or sampled.is_interrupted:
             del self._replies[sampled.sequence]
 
-    def _delta(self, version: PolicyVersion, tokens: int, reason: FinishReason | None) -> TokenDelta:
+    def _delta(self, version: PolicyVersion, tokens: int, reason: FinishReason | None, first_id: int) -> TokenDelta:
         # Slices of one array, so that a delta costs no loop over its tokens.
         if len(self._filler) < tokens:
             self._filler = array("i", [FILLER_ID]) * (2 * tokens)
             self._logprobs = array("f", [FILLER_LOGPROB]) * (2 * tokens)
-        return TokenDelta(self._filler[:tokens], self._logprobs[:tokens], version, reason)
+        token_ids = self._filler[:tokens]
+        if tokens:
+            token_ids[0] = first_id
+        return TokenDelta(token_ids, self._logprobs[:tokens], version, reason)
 
     def _end(self, message: str) -> None:
         if self._timer is not None:
@@ -596,8 +607,11 @@ class FillerTokenizer:
         self._characters_per_token = characters_per_token
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
-        """As many filler ids as the prompt would have tokens, at least one."""
-        return [FILLER_ID] * max(1, math.ceil(len(prompt.text) / self._characters_per_token))
+        """As many ids as the prompt would have tokens, at least one; the first one tells prompts apart."""
+        return [zlib.crc32(prompt.text.encode()) % PROMPT_IDS, *self._filler(prompt.text)[1:]]
+
+    def _filler(self, text: str) -> list[int]:
+        return [FILLER_ID] * max(1, math.ceil(len(text) / self._characters_per_token))
 
     def decoder_for(self, sampling: SamplingParams) -> Decode:
         """``decode``: no token is special."""
@@ -616,7 +630,7 @@ class FillerChat(FillerTokenizer):
 
     def encode_text(self, text: str) -> list[int]:
         """As many filler ids as the text would have tokens."""
-        return self.encode_prompt(Prompt(prompt_id="", dataset="", content=text))
+        return self._filler(text)
 
     def encode_more(self, text: str) -> list[int]:
         """As many filler ids as the text would have tokens."""

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,12 @@ def test_a_micro_batch_costs_by_its_tokens_their_squares_and_itself() -> None:
     padded = plain.model_copy(update={"padding_counts": True})
     rows, width = batch.input_ids.shape
     assert forward_backward_s(batch, padded) == pytest.approx(2 * rows * width + 3 * rows * width**2 + 5)
+    ids = batch.input_ids.copy()
+    ids[1:, :3], ids[1:, 3] = ids[0, :3], range(30, 34)
+    ids[0, 3] = 34
+    shared = replace(batch, input_ids=ids, packing="shared")  # a prompt of three tokens, computed once
+    tokens, squares = lengths.sum() - 4 * 3, (lengths**2).sum() - 4 * 3**2
+    assert forward_backward_s(shared, padded) == pytest.approx(2 * tokens + 3 * squares + 5)
 
 
 async def test_steps_take_their_time_and_publish_real_weights(harness: TrainerHarness) -> None:

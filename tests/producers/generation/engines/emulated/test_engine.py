@@ -166,6 +166,17 @@ async def test_the_length_limit_ends_a_completion() -> None:
     ]
 
 
+async def test_the_first_token_tells_the_samples_of_a_group_apart() -> None:
+    one = request(0, 8)
+    async with running(STEP.model_copy(update={"chunk_tokens": 5}), scale=1000.0) as engine:
+        first, second = await asyncio.gather(
+            collect(engine, one), collect(engine, replace(one, request_id=one.request_id[:-1] + "1"))
+        )
+        rest = await collect(engine, replace(one, request_id="d/0/0/1", prefix_token_ids=[1, 1, 1]))
+    assert (first.token_ids[0], second.token_ids[0], rest.token_ids[0]) == (1, 2, 1)
+    assert set(first.token_ids[1:]) == set(second.token_ids[1:]) == {1}
+
+
 async def test_closing_the_iterator_frees_the_slot() -> None:
     async with running(STEP.model_copy(update={"chunk_tokens": 5}), scale=100.0, slots=1) as engine:
         async with aclosing(engine.generate(request(0, 10_000))) as deltas:  # type: ignore[type-var]
