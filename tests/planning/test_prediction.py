@@ -5,7 +5,8 @@ import pytest
 
 from streamrl.planning import planner
 from streamrl.planning.planner import Demand, Planner, Site, best_of, lines
-from streamrl.planning.prediction import Prediction, predict
+from streamrl.planning.prediction import Prediction, StageEstimate, predict
+from streamrl.producers.prompts.sources import open_source
 from streamrl.schemas.profiles import DecodeSettings, DeviceProfile, TrainingCosts
 from streamrl.settings.loading import validated
 from streamrl.settings.tree import Settings
@@ -40,6 +41,17 @@ def _short_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_equal_settings_give_equal_simulations() -> None:
     assert predict(settings(), steps=4) == predict(settings(), steps=4)
+
+
+def test_prompts_that_are_computed_once_take_their_time_once() -> None:
+    """Both in the simulation and in the estimate that chooses what to simulate."""
+    separate = settings("synchronous", train_s=1e-3, groups_per_step=2, num_generations=8)
+    separate = separate.model_copy(update={"training": separate.training.model_copy(update={"packing": "varlen"})})
+    shared = separate.model_copy(update={"training": separate.training.model_copy(update={"packing": "shared"})})
+    assert predict(shared, steps=2).step_s < predict(separate, steps=2).step_s
+    source = open_source(separate.data, run_seed=separate.run.seed)
+    one, other = (StageEstimate(each, source, 2).training_s(1) for each in (separate, shared))
+    assert other < one
 
 
 def test_a_step_takes_no_less_than_its_busier_stage() -> None:
