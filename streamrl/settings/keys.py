@@ -211,6 +211,7 @@ IN_OTHER_LIBRARIES = {
         ("use_remove_padding", "remove_padding", "packing_samples", "padding_free", "sequence_packing"),
         'training.packing (such as "varlen")',
     ),
+    **dict.fromkeys(("use_prefix_grouper", "enable_tree_training"), 'training.packing (such as "shared")'),
     **dict.fromkeys(("attn", "attention_implementation"), "training.attn_implementation"),
     "model_init_kwargs": "training.dtype and training.attn_implementation",
     **dict.fromkeys(
