@@ -1,4 +1,4 @@
-"""``python -m benchmarks.packing``: measures padding, its cost and balance."""
+"""``python -m benchmarks.packing``: measures padding, its cost and balance, and prompts that are computed once."""
 
 import argparse
 import json
@@ -37,15 +37,39 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--orders", type=int, default=5, help="random orders of arrival")
     parser.add_argument("--workloads", nargs="+", default=[workload.name for workload in WORKLOADS])
     parser.add_argument("--repetitions", type=int, default=5, help="of the computation; 0: none")
+    parser.add_argument("--only-shared", action="store_true", help="measure prompts computed once; keep other results")
     parser.add_argument("--results", type=Path, default=HERE.parent / "results" / "packing.json")
     options, began = parser.parse_args(arguments), time.monotonic()
-    chosen = [workload for workload in WORKLOADS if workload.name in options.workloads]
-    rows = [row for workload in chosen for row in _rows(workload, options.orders)]
-    found = {"rows": rows, "compute": list(_computed(options.repetitions))}
-    where = conditions(began, list(range(options.orders)), LIBRARIES, "make bench-packing")
+    found: dict[str, Any] = json.loads(options.results.read_text()) if options.only_shared else {}
+    if not options.only_shared:
+        chosen = [workload for workload in WORKLOADS if workload.name in options.workloads]
+        rows = [row for workload in chosen for row in _rows(workload, options.orders)]
+        found = {"rows": rows, "compute": list(_computed(options.repetitions))}
+        found = {"conditions": _conditions(began, options.orders)} | found
+    began = time.monotonic()
+    shared = list(_shared(options.repetitions))
+    found |= {"shared": shared, "shared_conditions": _conditions(began, options.orders)}
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    options.results.write_text(json.dumps({"conditions": where} | found, indent=1) + "\n")
+    options.results.write_text(json.dumps(found, indent=1) + "\n")
     return found
+
+
+def _conditions(began: float, orders: int) -> dict[str, Any]:
+    return conditions(began, list(range(orders)), LIBRARIES, "make bench-packing")
+
+
+def _shared(repetitions: int) -> Iterator[dict[str, Any]]:
+    if not repetitions:
+        return
+    # Imported here, as for ``_computed``.
+    import torch
+
+    from benchmarks.packing.shared import shared_rows
+
+    torch.set_num_threads(1)
+    for row in shared_rows(min(repetitions, 2)):
+        print(row, flush=True)
+        yield row
 
 
 def _rows(workload: Workload, orders: int) -> Iterator[dict[str, Any]]:

@@ -57,7 +57,8 @@ def attend_to_tree(
     """
     tree = options.pop(PREFIX_TREE, None)
     if tree is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return found
     if extra := [name for name in ("sliding_window", "softcap", "position_bias") if options.get(name) is not None]:
         raise ValueError(f"attention with {extra[0]}")
     return attend_along_prefixes(query, key, value, tree, options.get("scaling")), None

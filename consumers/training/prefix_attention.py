@@ -46,10 +46,9 @@ def attend_along_prefixes(query: Tensor, key: Tensor, value: Tensor, tree: Prefi
     if torch.is_autocast_enabled(device):  # as torch's own attention does
         query, key, value = (each.to(torch.get_autocast_dtype(device)) for each in (query, key, value))
     if device == "cpu":
-        found: Tensor = _Cascade.apply(query, key, value, tree, scale)
-    else:
-        found = attend_by_mask(query, key, value, tree, scale, _compiled_flex())
-    return found.transpose(1, 2)
+        cascade: Callable[..., Tensor] = _Cascade.apply
+        return cascade(query, key, value, tree, scale).transpose(1, 2)
+    return attend_by_mask(query, key, value, tree, scale, _compiled_flex()).transpose(1, 2)
 
 
 def attend_by_mask(
