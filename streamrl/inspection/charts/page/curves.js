@@ -10,7 +10,6 @@ const AXES = {
 
 /** Kinds of marks: their word in the legend, and their colour. */
 const SIGNS = { promotion: ["promotion", "publish"], restart: ["restart", "bad"], resumed: ["resumed", "good"], settings: ["settings changed", "checkpoint"] };
-const REACH = 6;  // pixels
 export const kindsOf = (marks) => Object.keys(SIGNS).filter((kind) => marks.some((mark) => mark[2] === kind));
 
 /**
@@ -20,13 +19,13 @@ export const kindsOf = (marks) => Object.keys(SIGNS).filter((kind) => marks.some
  */
 export function curves(box, lines, { label, height, over, marks = [] }) {
   const { incrs, values, named } = AXES[over], kinds = kindsOf(marks), placed = over === "time" ? 1 : 0;
-  const near = (chart) => marks.filter((mark) => Math.abs(chart.valToPos(mark[placed], "x") - chart.cursor.left) < REACH).map(([, , , words]) => words);
+  const near = (chart, at) => marks.filter((mark) => chart.data[0][chart.valToIdx(mark[placed])] === at).map(([, , , words]) => words);
   const options = {
     label, height, named: true,
     scales: { x: { time: false }, y: { range: (_chart, low, high) => roomy(low, high) } },
     axes: [axis({ incrs, values, grid: { show: false } }), axis({ size: 46, values: (_chart, ticks) => ticks.map(short) })],
     series: [
-      { class: "at", value: (chart, at) => (at === null ? "" : [named(at), ...near(chart)].join(" · ")) },
+      { class: "at", value: (chart, at) => (at === null ? "" : [named(at), ...near(chart, at)].join(" · ")) },
       ...lines.flatMap((line) => (line.smooth ? [pale(line), bold({ ...line, ends: false })] : [bold(line)])),
       ...kinds.map((kind) => ({ label: SIGNS[kind][0], hue: SIGNS[kind][1], class: "mark", value: () => "", points: { show: false } })),
     ],
