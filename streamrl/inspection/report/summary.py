@@ -167,7 +167,7 @@ def _verdict(audit: dict[str, Any] | None) -> list[str]:
 def _taken(summary: Summary) -> str:
     """A line with the steps of this start and its wall-clock time. Trajectories are counted over all starts."""
     steps, before = summary["steps"], summary["resumed_from"]
-    within = f"in {summary['run_seconds']:.0f} s, start and end included"
+    within = f"in {summary['run_seconds']:.0f} s from the start of its processes to their end"
     trained = f"{summary['trajectories']} trajectories trained"
     if not before:
         return f"{steps} steps {within}; {trained}"

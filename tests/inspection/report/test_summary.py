@@ -26,7 +26,7 @@ def test_rates_belong_to_the_seconds_next_to_them() -> None:
     assert summary["step_seconds"] * summary["trajectories_per_s"] == pytest.approx(summary["trajectories"])
     assert summary_lines(summary)[1:4] == [
         "reward: 3.000 → 18.000 (first and last 5 steps)",
-        "20 steps in 20 s, start and end included; 1280 trajectories trained",
+        "20 steps in 20 s from the start of its processes to their end; 1280 trajectories trained",
         "128 trajectories/s, 1280 completion tokens/s, start-up excluded (10.0 s of optimizer steps)",
     ]
 
@@ -42,11 +42,13 @@ def test_a_short_run_tells_no_window_twice() -> None:
 
 
 def test_a_run_that_went_on_claims_only_the_steps_of_this_start() -> None:
-    assert "steps 13 to 20 in 20 s, start and end included; 1280 trajectories trained since step 1" in summary_lines(
-        summed(20, resumed_from=12)
+    assert (
+        "steps 13 to 20 in 20 s from the start of its processes to their end; 1280 trajectories trained since step 1"
+        in summary_lines(summed(20, resumed_from=12))
     )
-    assert "no step in 20 s, start and end included; 20 steps before, 1280 trajectories trained" in summary_lines(
-        summed(20, resumed_from=20)
+    assert (
+        "no step in 20 s from the start of its processes to their end; 20 steps before, 1280 trajectories trained"
+        in summary_lines(summed(20, resumed_from=20))
     )
 
 
