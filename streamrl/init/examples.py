@@ -313,7 +313,7 @@ def _smollm2(run: str) -> Example:
 
     dtype, measured = faster_dtype(), "the faster of float32 and bfloat16 on this processor, as measured"
     head = (
-        "SmolLM2-135M-Instruct learns sums of two or three digits, offline, on two CPU cores.",
+        "SmolLM2-135M-Instruct learns sums of two or three one-digit numbers, offline, on two CPU cores.",
         f"    streamrl run --dry-run {CONFIG}     # checks everything and starts nothing",
         f"    streamrl run {CONFIG}",
     )
