@@ -222,11 +222,8 @@ MUTANTS = (
         "11",
         "log-probabilities of the truncated distribution",
         "producers/generation/engines/slots.py",
-        """        choice = self._draw(self._restrict(logprobs))
-""",
-        """        logprobs = torch.log_softmax(self._restrict(logprobs), dim=-1)
-        choice = self._draw(logprobs)
-""",
+        "(scaled.gather(1, choice) - whole.log_total).float()",
+        "(scaled.gather(1, choice) - mass.log_total).float()",
         (
             f"{GENERATION}/engines/test_on_policy.py::test_logprobs_are_what_the_trainer_computes",
             f"{GENERATION}/engines/slots/test_sampling.py::"

@@ -19,14 +19,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import structlog
 import torch
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from streamrl.producers.generation.engines.model_files import (
     ModelFacts,
@@ -35,6 +35,8 @@ from streamrl.producers.generation.engines.model_files import (
     read_facts,
     read_weights,
 )
+from streamrl.producers.generation.engines.own_forward import OwnForward
+from streamrl.producers.generation.engines.plain_forward import PlainForward, why_not_plain
 from streamrl.producers.generation.engines.port import ActiveCompletion, refuse_schema
 from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.schemas.errors import EngineError, ModelError
@@ -46,10 +48,10 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this select the most likely token, with its log-probability at temperature 1."""
 _ALL_MASS = 2.0
 """A top-p that no cumulative probability reaches, rounding included."""
+_BLOCK = 64
+"""Tokens whose probabilities are added in float32; a sum over the vocabulary in float64 takes most of a draw's time."""
 _WEYL = np.uint64(0x9E3779B97F4A7C15)
 """2^64 over the golden ratio, made odd: splitmix64's increment."""
-_SMALLEST = 64
-"""Fewest positions that are allocated: growing from 1 by doubling would copy six times needlessly."""
 
 
 class SlotDecoder:
@@ -257,8 +259,50 @@ class _Batch:
     sampler: "RowSampler"
 
 
+class SlotRows(Protocol):
+    """A key-value cache of a batch: row r holds one completion's tokens, and rows in use are always the first ones."""
+
+    def reserve(self, rows: int, length: int, used_rows: int, used_length: int) -> None:
+        """Make room for rows × length. Grows by doubling, and shrinks when a quarter would suffice."""
+        ...
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy one row over another in all layers."""
+        ...
+
+    def release(self) -> None:
+        """Release all memory."""
+        ...
+
+
+class SlotForward(Protocol):
+    """A model's forward pass over the rows of a cache."""
+
+    @property
+    def cache(self) -> SlotRows:
+        """The key-value cache of all rows."""
+        ...
+
+    def prefill(self, prefixes: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]) -> None:
+        """Compute each prefix once and copy it into its rows of the cache. Room must have been reserved."""
+        ...
+
+    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, longest: int) -> torch.Tensor:
+        """Run the model on one token per row.
+
+        Args:
+            tokens: int64 [n], the token of rows 0..n-1.
+            positions: int64 [n], the tokens' positions.
+            longest: the largest position plus one.
+
+        Returns:
+            Logits [n, vocabulary].
+        """
+        ...
+
+
 class SlotModel:
-    """A causal language model and its slot cache on one device: prefill, decode, and adoption of weights in place.
+    """A causal language model and its key-value cache on one device: prefill, decode, adoption of weights in place.
 
     Knows nothing of requests and sampling.
     """
@@ -276,54 +320,21 @@ class SlotModel:
             ) from error
         self._model = model.to(self.device).eval().requires_grad_(False)
         self._base: dict[str, torch.Tensor] = {}
-        self._lowest = torch.finfo(self._model.dtype).min
-        self.cache = SlotCache(facts.config.get_text_config().num_hidden_layers)
-        self._indices = torch.arange(1, device=self.device)
         check_reach(model_path, facts)
-        self._check_attention(model_path, facts)
+        self._forward = self._choose_forward(model_path, facts)
 
     def prefill(self, prefixes: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]) -> None:
-        """Compute each prefix once and copy it into its rows of the cache. Room must have been reserved."""
-        longest = max(len(prefix) for prefix in prefixes)
-        # Right-padded [prompts, longest]. Causal attention hides the padding from all real tokens, so no mask is
-        # needed, and the padding's keys and values are not copied into the cache.
-        padded = torch.tensor([[*prefix, *[0] * (longest - len(prefix))] for prefix in prefixes], device=self.device)
-        prefilled = DynamicCache(config=self._model.config)
-        positions = torch.arange(longest, device=self.device).unsqueeze(0)
-        self._model(
-            input_ids=padded, position_ids=positions, past_key_values=prefilled, use_cache=True, logits_to_keep=1
-        )
-        for index, (prefix, of_prefix) in enumerate(zip(prefixes, rows, strict=True)):
-            self.cache.fill(of_prefix, prefilled, index, len(prefix))
+        """See ``SlotForward``."""
+        self._forward.prefill(prefixes, rows)
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, longest: int) -> torch.Tensor:
-        """Run the model on one token per row.
+        """See ``SlotForward``."""
+        return self._forward.decode(tokens, positions, longest)
 
-        Args:
-            tokens: int64 [n], the token of rows 0..n-1.
-            positions: int64 [n], the tokens' positions.
-            longest: the largest position plus one.
-
-        Returns:
-            Logits [n, vocabulary].
-        """
-        self.cache.positions.set(positions, longest)
-        # Grown by doubling and kept, to avoid an allocation at each step.
-        if len(self._indices) < longest:
-            self._indices = torch.arange(2 * longest, device=self.device)
-        # Added to attention's scores [n, heads, 1, longest]: 0 up to a row's own position, the lowest number after it.
-        column = positions.unsqueeze(1)
-        hidden = self._indices[:longest] > column
-        mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=self.device).masked_fill_(hidden, self._lowest)
-        output = self._model(
-            input_ids=tokens.unsqueeze(1),
-            attention_mask=mask[:, None, None, :],
-            position_ids=column,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        logits: torch.Tensor = output.logits[:, -1]
-        return logits
+    @property
+    def cache(self) -> SlotRows:
+        """The key-value cache of all rows."""
+        return self._forward.cache
 
     def base_of(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """The tensors as they were loaded. They are copied at the first call, which comes before any change of them."""
@@ -342,31 +353,48 @@ class SlotModel:
                 present[name].copy_(tensor)
 
     @torch.inference_mode()
-    def _check_attention(self, model_path: str, facts: ModelFacts) -> None:
-        """Compare decoding of two short prompts' last tokens through slots with a plain forward pass.
+    def _choose_forward(self, model_path: str, facts: ModelFacts) -> SlotForward:
+        """The faster forward pass if the model is a plain decoder, else its own.
 
         Raises:
-            ModelError: the results differ.
+            ModelError: decoding by its own forward pass through slots gives other results than without them.
+        """
+        reason = why_not_plain(self._model)
+        if not reason:
+            plain = PlainForward(self._model)
+            reason = self._difference(plain, facts)
+        if not reason:
+            return plain
+        log.info("engine decodes with the model's own forward pass, which is slower", found=reason)
+        own = OwnForward(self._model)
+        if different := self._difference(own, facts):
+            raise _unsupported(model_path, different)
+        return own
+
+    def _difference(self, forward: SlotForward, facts: ModelFacts) -> str:
+        """What differs between decoding two short prompts' last tokens and the model's own pass without slots, if
+        anything does.
         """
         length = min(6, facts.max_length)
         prompts = torch.arange(2 * length, device=self.device).remainder(facts.vocab_size).view(2, length)
         lengths = (length, length - 1)
         try:
             expected = self._model(input_ids=prompts).logits.float().log_softmax(-1)
-            self.cache.reserve(2, length, 0, 0)
-            self.prefill([row[: end - 1].tolist() for row, end in zip(prompts, lengths, strict=True)], ([0], [1]))
+            forward.cache.reserve(2, length, 0, 0)
+            forward.prefill([row[: end - 1].tolist() for row, end in zip(prompts, lengths, strict=True)], ([0], [1]))
             last = torch.tensor(lengths, device=self.device) - 1
             rows = torch.arange(2, device=self.device)
-            found = self.decode(prompts[rows, last], last, length).float().log_softmax(-1)
+            found = forward.decode(prompts[rows, last], last, length).float().log_softmax(-1)
             difference = (found - expected[rows, last]).abs().mean().item()
         except Exception as error:
-            raise _unsupported(model_path, one_line(error)) from error
+            return one_line(error)
         finally:
-            self.cache.release()
+            forward.cache.release()
         # In nats, averaged over the vocabulary: bounds of rounding errors, in float32 and in half precision.
         # ``not <`` rather than ``>=``, so that NaN is refused, too.
         if not difference < (1e-3 if self._model.dtype == torch.float32 else 0.1):
-            raise _unsupported(model_path, f"log-probs that differ by {difference:.3g} from a plain forward pass")
+            return f"log-probs that differ by {difference:.3g} from a plain forward pass"
+        return ""
 
 
 def check_reach(model_path: str, facts: ModelFacts) -> None:
@@ -398,148 +426,6 @@ def _device(wanted: str) -> torch.device:
     if wanted == "cuda" and not available:
         raise ModelError("expected a CUDA device (generation.device), got none; set generation.device to auto or cpu")
     return torch.device("cuda" if available and wanted != "cpu" else "cpu")
-
-
-class SlotCache(Cache):  # type: ignore[misc]
-    """Key-value cache of a batch whose rows have different lengths: row r holds one completion's tokens from 0 on.
-
-    The model gets it as ``past_key_values`` at every decode step. Rows in use are always the first ones, so attention
-    reads no others. Unused memory is zero, never uninitialised: masked positions are multiplied, too, and zero times
-    NaN is NaN.
-    """
-
-    def __init__(self, num_layers: int) -> None:
-        self.positions = WritePositions()
-        self._slots = [SlotLayer(self.positions) for _ in range(num_layers)]
-        super().__init__(layers=list(self._slots))
-
-    def reserve(self, rows: int, length: int, used_rows: int, used_length: int) -> None:
-        """Make room for rows × length. Grows by doubling, and shrinks when a quarter would suffice."""
-        room = (_room(rows, self.positions.room[0], 1), _room(length, self.positions.room[1], _SMALLEST))
-        if room != self.positions.room:
-            self.positions.room = room
-            for layer in self._slots:
-                layer.resize(used_rows, used_length)
-
-    def fill(self, rows: Sequence[int], prefilled: Cache, index: int, length: int) -> None:
-        """Copy row ``index`` of a prefilled cache into rows; ``length``: its real tokens."""
-        for layer, source in zip(self._slots, prefilled.layers, strict=True):
-            if not isinstance(source, DynamicLayer) or source.keys is None or source.values is None:
-                raise TypeError(f"a {type(source).__name__} cache layer")
-            layer.fill(rows, source.keys[index, :, :length], source.values[index, :, :length])
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy one row over another in all layers."""
-        for layer in self._slots:
-            layer.move(source, target, length)
-
-    def release(self) -> None:
-        """Release all memory."""
-        self.positions.room = (0, 0)
-        for layer in self._slots:
-            layer.keys = layer.values = torch.empty(0)
-            layer.is_initialized = False
-
-
-class SlotLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of one layer, each [rows, heads, capacity, head size]."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    def __init__(self, positions: "WritePositions") -> None:
-        super().__init__()
-        self.positions = positions
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate the reserved room, with the shapes of the model's own states."""
-        rows, capacity = self.positions.room
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = key_states.new_zeros(rows, key_states.shape[1], capacity, key_states.shape[3])
-        self.values = value_states.new_zeros(rows, value_states.shape[1], capacity, value_states.shape[3])
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write one token of each row. Returns the keys and values for attention: all rows in use, up to the longest.
-
-        The states are [rows, heads, 1, head size]; the results are views of the cache, [rows, heads, longest, head
-        size].
-        """
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self._write(self.keys, key_states)
-        self._write(self.values, value_states)
-        rows, longest = self.positions.rows, self.positions.longest
-        return self.keys[:rows, :, :longest], self.values[:rows, :, :longest]
-
-    def resize(self, rows: int, length: int) -> None:
-        """Move to the reserved room, keeping the first rows × length."""
-        if not self.is_initialized:
-            return
-        old_keys, old_values = self.keys, self.values
-        self.lazy_initialization(old_keys, old_values)
-        self.keys[:rows, :, :length] = old_keys[:rows, :, :length]
-        self.values[:rows, :, :length] = old_values[:rows, :, :length]
-
-    def fill(self, rows: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write the same keys and values [heads, length, head size] to the start of rows."""
-        if not self.is_initialized:
-            self.lazy_initialization(keys.unsqueeze(0), values.unsqueeze(0))
-        for row in rows:
-            self.keys[row, :, : keys.shape[1]] = keys
-            self.values[row, :, : values.shape[1]] = values
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy one row over another."""
-        if self.is_initialized:
-            self.keys[target, :, :length] = self.keys[source, :, :length]
-            self.values[target, :, :length] = self.values[source, :, :length]
-
-    def _write(self, cache: torch.Tensor, states: torch.Tensor) -> None:
-        # One scatter over a flat view [rows * heads * capacity, head size], as each row writes at its own position.
-        _, heads, capacity, size = cache.shape
-        flat = self.positions.flat(heads, capacity)
-        cache.view(-1, size).index_copy_(0, flat, states.reshape(-1, size))
-
-
-class WritePositions:
-    """The positions that the next decode step writes, one for each of n rows; shared by all layers.
-
-    ``rows`` and ``longest``: rows and positions in use. ``room``: allocated rows × positions.
-    """
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self.longest = 0
-        self.room = (0, 0)
-        self._positions = torch.empty(0)
-        self._flat: dict[tuple[int, int], torch.Tensor] = {}
-
-    def set(self, positions: torch.Tensor, longest: int) -> None:
-        """Set the positions (n) of the next step's tokens. The largest is ``longest - 1``."""
-        self._positions, self.rows, self.longest = positions, len(positions), longest
-        self._flat.clear()
-
-    def flat(self, heads: int, capacity: int) -> torch.Tensor:
-        """Indices (n × heads) of those positions in a cache flattened to (rows × heads × capacity)."""
-        # Position p of head h of row r is at index (r * heads + h) * capacity + p. Layers may differ in their number of
-        # heads; layers with the same number share the indices of a step.
-        key = (heads, capacity)
-        if key not in self._flat:
-            first = torch.arange(self.rows * heads, device=self._positions.device) * capacity
-            self._flat[key] = first + self._positions.repeat_interleave(heads)
-        return self._flat[key]
-
-
-def _room(needed: int, current: int, smallest: int) -> int:
-    """Size to allocate. Doubling bounds the copies per token; shrinking only at a quarter avoids oscillation."""
-    if needed > current:
-        return max(needed, 2 * current, smallest)
-    if current > max(4 * needed, smallest):
-        return max(2 * needed, smallest)
-    return current
 
 
 @dataclass(slots=True)
@@ -589,36 +475,29 @@ class RowSampler:
             Token ids, int64 [n], and their log-probabilities over the whole vocabulary in nats, float32 [n].
         """
         scaled = logits.float() if self.temperature is None else logits.float() / self.temperature
-        logprobs = torch.log_softmax(scaled, dim=-1)
-        choice = self._draw(self._restrict(logprobs))
-        if self.greedy is not None:
-            choice = torch.where(self.greedy, logprobs.argmax(dim=-1, keepdim=True), choice)
-        return choice.squeeze(1), logprobs.gather(1, choice).squeeze(1)
-
-    def _draw(self, logprobs: torch.Tensor) -> torch.Tensor:
-        """Draw by the inverse distribution function: the first token at which the cumulative probability exceeds u.
-
-        u is scaled by the total probability, which renormalises a truncated distribution.
-        """
-        points = torch.from_numpy(uniforms(self.seeds, self.drawn)).to(logprobs.device).unsqueeze(1)
+        whole = _Mass.of(scaled)
+        restricted = self._restrict(scaled)
+        mass = whole if restricted is scaled else _Mass.of(restricted)
+        points = torch.from_numpy(uniforms(self.seeds, self.drawn)).to(logits.device).unsqueeze(1)
         self.drawn += np.uint64(1)
-        # [n, vocabulary]; float32 would lose the probabilities of rare tokens in a sum near 1.
-        mass = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
-        return torch.searchsorted(mass, points * mass[:, -1:], right=True)
+        choice = mass.token_at(points)
+        if self.greedy is not None:
+            choice = torch.where(self.greedy, scaled.argmax(dim=-1, keepdim=True), choice)
+        return choice.squeeze(1), (scaled.gather(1, choice) - whole.log_total).float().squeeze(1)
 
-    def _restrict(self, logprobs: torch.Tensor) -> torch.Tensor:
-        """Log-probs [n, vocabulary], minus infinity for tokens that min-p, top-k or top-p exclude, in that order.
+    def _restrict(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scaled logits [n, vocabulary], minus infinity for tokens that min-p, top-k or top-p exclude, in that order.
 
         Min-p keeps a token if it is at least min_p times as likely as the likeliest one (arXiv 2407.01082). Top-p keeps
         a token if the probabilities of all more likely tokens, after min-p and top-k, sum to less than p. So the
         likeliest token always stays, as in vLLM.
         """
         if self.min_p is not None:
-            floor = logprobs.amax(dim=-1, keepdim=True) + self.min_p.log()  # log 0 = -inf: no floor
-            logprobs = logprobs.masked_fill(logprobs < floor, -torch.inf)
+            floor = scores.amax(dim=-1, keepdim=True) + self.min_p.log()  # log 0 = -inf: no floor
+            scores = scores.masked_fill(scores < floor, -torch.inf)
         if self.top_k is None and self.top_p is None:
-            return logprobs
-        ordered, tokens = logprobs.sort(dim=-1, descending=True)
+            return scores
+        ordered, tokens = scores.sort(dim=-1, descending=True)
         if self.top_k is not None:
             ranks = torch.arange(ordered.shape[1], device=ordered.device)
             ordered = ordered.masked_fill(ranks >= self.top_k, -torch.inf)
@@ -627,7 +506,41 @@ class RowSampler:
             # Sum of the probabilities of all more likely tokens: 0 for the first, which therefore always stays.
             mass_before = probabilities.cumsum(dim=-1) - probabilities
             ordered = ordered.masked_fill(mass_before >= self.top_p, -torch.inf)
-        return torch.empty_like(logprobs).scatter_(1, tokens, ordered)
+        return torch.empty_like(scores).scatter_(1, tokens, ordered)
+
+
+@dataclass(slots=True)
+class _Mass:
+    """Probabilities of n rows, up to a factor of each row, in blocks of tokens.
+
+    ``weights``: float32 [n, blocks, _BLOCK]. ``sums``: of all blocks up to each, float64 [n, blocks]. ``log_total``:
+    logarithm of the sum of all exponentiated scores, float64 [n, 1].
+    """
+
+    weights: torch.Tensor
+    sums: torch.Tensor
+    log_total: torch.Tensor
+
+    @classmethod
+    def of(cls, scores: torch.Tensor) -> "_Mass":
+        """The probabilities that are proportional to the exponentiated scores [n, vocabulary]."""
+        largest = scores.amax(dim=-1, keepdim=True)
+        weights = (scores - largest).exp_()
+        weights = functional.pad(weights, (0, -weights.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+        # Blocks in float64: float32 would lose the probabilities of rare tokens in a sum near 1.
+        sums = weights.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+        return cls(weights, sums, largest + sums[:, -1:].log())
+
+    def token_at(self, points: torch.Tensor) -> torch.Tensor:
+        """The first token of each row at which the cumulative probability exceeds the row's point in [0, 1); [n, 1]."""
+        target = points * self.sums[:, -1:]
+        block = torch.searchsorted(self.sums, target, right=True).clamp_max_(self.sums.shape[1] - 1)
+        before = functional.pad(self.sums, (1, 0)).gather(1, block)
+        inside = self.weights.gather(1, block.unsqueeze(2).expand(-1, -1, _BLOCK)).squeeze(1)
+        reached = inside.cumsum(dim=-1, dtype=torch.float64)
+        # A block's sum in float32 may be larger than that of its tokens; a point between is the last possible token's.
+        last = torch.searchsorted(reached, reached[:, -1:].contiguous())
+        return block * _BLOCK + torch.minimum(torch.searchsorted(reached, target - before, right=True), last)
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], drawn: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:

@@ -2,7 +2,7 @@
 
 import torch
 
-from streamrl.producers.generation.engines.slots import SlotCache
+from streamrl.producers.generation.engines.own_forward import SlotCache
 
 
 def states(rows: int, value: float) -> tuple[torch.Tensor, torch.Tensor]:

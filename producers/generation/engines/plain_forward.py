@@ -1,0 +1,290 @@
+"""A forward pass for plain decoder models, of few tensor operations: most of a small decode step is calls, not sums.
+
+A plain decoder has RMS norms before attention and before a gated MLP, rotary positions and full attention, as Llama,
+Qwen2, Qwen3 and Mistral have them. ``PlainForward`` computes what the model's own forward computes, from the same
+parameters, and differs from it by rounding only. It writes the key-value cache in place, and neither computes the last
+layer's output nor logits for a prefix. ``why_not_plain`` names what makes a model another kind.
+
+Parameters that are multiplied with the same input lie next to each other in memory, and the model's parameters are
+views of them. So weights that are copied over the model's parameters are in force here, too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+
+from streamrl.producers.generation.engines.own_forward import SMALLEST, room_for
+
+_PLAIN = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+_FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary positions whose frequencies do not depend on a sequence's length."""
+
+
+def why_not_plain(model: Any) -> str:
+    """What keeps this model from ``PlainForward``; empty: nothing."""
+    if type(model) not in _PLAIN:
+        return f"a {type(model).__name__}"
+    config = model.config
+    rotary = model.model.rotary_emb.rope_type
+    if rotary not in _FIXED_ROTARY:
+        return f"rotary positions of kind {rotary}"
+    if config.hidden_act != "silu":
+        return f"the activation {config.hidden_act}"
+    layer = model.model.layers[0]
+    if layer.self_attn.o_proj.bias is not None or layer.mlp.down_proj.bias is not None:
+        return "biases after attention or in the MLP"
+    return ""
+
+
+class PlainForward:
+    """Prefill and decode of a plain decoder over a cache of slots. See ``SlotForward``."""
+
+    def __init__(self, model: Any) -> None:
+        config, first = model.config, model.model.layers[0].self_attn
+        self._heads, self._size = config.num_attention_heads, first.head_dim
+        self._embedding: torch.Tensor = model.model.embed_tokens.weight
+        self._head: torch.Tensor = model.lm_head.weight.t()
+        self._norm, self._eps = model.model.norm.weight, float(config.rms_norm_eps)
+        self._scale = float(first.scaling)
+        self._rotary: Any = model.model.rotary_emb
+        self._layers = [_Layer.of(layer) for layer in model.model.layers]
+        self._is_single = model.dtype == torch.float32
+        self.cache = PlainCache(len(self._layers), config.num_key_value_heads, self._size, self._embedding)
+        self._cos = self._sin = self._embedding.new_empty(0, self._size)
+        self._indices = torch.empty(0)
+        self._lowest = torch.finfo(model.dtype).min
+
+    def prefill(self, prefixes: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]) -> None:
+        """See ``SlotForward``."""
+        count, longest = len(prefixes), max(len(prefix) for prefix in prefixes)
+        # Right-padded [prefixes, longest]. Causal attention hides the padding from all real tokens. Its keys and values
+        # are in the cache after a row's end, where each is overwritten before it is visible.
+        padded = [[*prefix, *[0] * (longest - len(prefix))] for prefix in prefixes]
+        device = self._embedding.device
+        targets = torch.tensor([row for of_prefix in rows for row in of_prefix], device=device)
+        sources = torch.tensor([index for index, of_prefix in enumerate(rows) for _ in of_prefix], device=device)
+        self._extend_tables(longest)
+        cos, sin = self._cos[:longest].unsqueeze(1), self._sin[:longest].unsqueeze(1)
+        hidden = functional.embedding(torch.tensor(padded, device=device).view(-1), self._embedding)
+        for number, layer in enumerate(self._layers):
+            heads = self._project(layer, hidden, (count, longest), cos, sin)
+            # [prefixes, longest, heads, size] → [prefixes, heads, longest, size]
+            states = heads.transpose(1, 2)
+            keys, values = states[:, self._heads :].chunk(2, dim=1)
+            self.cache.fill(number, targets, keys.index_select(0, sources), values.index_select(0, sources))
+            if number + 1 < len(self._layers):
+                attended = functional.scaled_dot_product_attention(
+                    states[:, : self._heads], keys, values, is_causal=True, scale=self._scale, enable_gqa=True
+                )
+                hidden = self._finish(layer, hidden, attended.transpose(1, 2).reshape(len(hidden), -1))
+
+    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, longest: int) -> torch.Tensor:
+        """See ``SlotForward``."""
+        count = len(tokens)
+        self._extend_tables(longest)
+        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        places, mask = self.cache.places(positions), self._mask(positions, longest)
+        hidden = functional.embedding(tokens, self._embedding)
+        for number, layer in enumerate(self._layers):
+            heads = self._project(layer, hidden, (count,), cos, sin)
+            self.cache.write(number, places, heads[:, self._heads :])
+            keys, values = self.cache.read(number, count, longest)
+            hidden = self._finish(layer, hidden, self._attend(heads[:, : self._heads], keys, values, mask))
+        return torch.mm(self._normed(hidden, self._norm), self._head)
+
+    def _project(
+        self, layer: "_Layer", hidden: torch.Tensor, shape: tuple[int, ...], cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        """Queries, keys and values [*shape, heads, size] of hidden states, keys and queries at their positions."""
+        heads = layer.qkv(self._normed(hidden, layer.before_attention)).view(*shape, -1, self._size)
+        kv_heads = (heads.shape[-2] - self._heads) // 2
+        if layer.query_norm is not None and layer.key_norm is not None:
+            queries, keys, _ = heads.split((self._heads, kv_heads, kv_heads), dim=-2)
+            queries.copy_(self._normed(queries, layer.query_norm))
+            keys.copy_(self._normed(keys, layer.key_norm))
+        # x cos + (second half, first half) sin, where the sines of the first half are negative.
+        turned = heads[..., : self._heads + kv_heads, :]
+        halves_swapped = turned.roll(self._size // 2, -1)
+        turned.mul_(cos).add_(halves_swapped.mul_(sin))
+        return heads
+
+    def _finish(self, layer: "_Layer", hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The layer's output from its input and what its heads attended to, both [tokens, …]."""
+        hidden = self._add_product(hidden, attended, layer.output)
+        gate, up = layer.gate_up(self._normed(hidden, layer.before_mlp)).chunk(2, dim=-1)
+        return self._add_product(hidden, functional.silu(gate).mul_(up), layer.down)
+
+    def _attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of one token per row [rows, heads, size] to [rows, kv heads, longest, size]; [rows, heads * size].
+
+        Queries that share keys are a batch of positions.
+        """
+        rows, kv_heads, _, size = keys.shape
+        if not self._is_single:
+            grouped = queries.reshape(rows, kv_heads, -1, size)
+            found = functional.scaled_dot_product_attention(grouped, keys, values, mask, scale=self._scale)
+            return found.reshape(rows, -1)
+        # In float32 two products of matrices take less time than the fused attention of a CPU.
+        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+        scores = torch.baddbmm(
+            mask, queries.reshape(rows * kv_heads, -1, size), keys.transpose(1, 2), alpha=self._scale
+        )
+        return torch.bmm(torch.softmax(scores, -1), values).view(rows, -1)
+
+    def _mask(self, positions: torch.Tensor, longest: int) -> torch.Tensor:
+        """Added to scores: 0 up to a row's own position, the lowest number after it."""
+        # Grown by doubling and kept, to avoid an allocation at each step.
+        if len(self._indices) < longest:
+            self._indices = torch.arange(2 * longest, device=positions.device)
+        hidden = self._indices[:longest] > positions.unsqueeze(1)
+        mask = hidden.to(self._embedding.dtype).mul_(self._lowest)
+        if not self._is_single:
+            return mask[:, None, None]
+        return mask.repeat_interleave(self.cache.kv_heads, 0).unsqueeze(1)
+
+    # In half precision the next two round where the model's own forward rounds, as the trainer does.
+
+    def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if self._is_single:
+            return functional.rms_norm(hidden, weight.shape, weight, self._eps)
+        # x / sqrt(mean(x²) + eps) * weight
+        wide = hidden.float()
+        return weight * wide.mul(torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)).to(hidden.dtype)
+
+    def _add_product(self, hidden: torch.Tensor, inner: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(hidden, inner, weight) if self._is_single else hidden + torch.mm(inner, weight)
+
+    def _extend_tables(self, longest: int) -> None:
+        """Keep cosines and sines of all positions below ``longest``, as the model's own rotary module gives them."""
+        if len(self._cos) >= longest:
+            return
+        positions = torch.arange(max(2 * longest, SMALLEST), device=self._embedding.device).unsqueeze(0)
+        cos, sin = self._rotary(self._embedding, positions)
+        half = self._size // 2
+        self._cos, self._sin = cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's parameters. Matrices are [in, out]."""
+
+    qkv: "_Projection"
+    gate_up: "_Projection"
+    output: torch.Tensor
+    down: torch.Tensor
+    before_attention: torch.Tensor
+    before_mlp: torch.Tensor
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+
+    @classmethod
+    def of(cls, layer: Any) -> "_Layer":
+        """The parameters of a decoder layer, which become views of joint ones."""
+        attention, mlp = layer.self_attn, layer.mlp
+        normed = hasattr(attention, "q_norm")
+        return cls(
+            qkv=_Projection.of((attention.q_proj, attention.k_proj, attention.v_proj)),
+            gate_up=_Projection.of((mlp.gate_proj, mlp.up_proj)),
+            output=_Projection.of((attention.o_proj,)).weight,
+            down=_Projection.of((mlp.down_proj,)).weight,
+            before_attention=layer.input_layernorm.weight,
+            before_mlp=layer.post_attention_layernorm.weight,
+            query_norm=attention.q_norm.weight if normed else None,
+            key_norm=attention.k_norm.weight if normed else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Projection:
+    """Several linear layers of one input as one: weight [in, out], bias [out]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    @classmethod
+    def of(cls, linears: Sequence[torch.nn.Linear]) -> "_Projection":
+        """The joint parameters, of which those of the linear layers become views."""
+        joined = torch.cat([linear.weight for linear in linears])
+        # [in, out] in memory: a CPU's product of few rows in float32 takes up to 40 % less time, in bfloat16 the same.
+        if joined.dtype == torch.float32:
+            joined = joined.t().contiguous().t()
+        bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
+        start = 0
+        for linear in linears:
+            end = start + linear.out_features
+            linear.weight = torch.nn.Parameter(joined[start:end], requires_grad=False)
+            if bias is not None:
+                linear.bias = torch.nn.Parameter(bias[start:end], requires_grad=False)
+            start = end
+        return cls(joined.t(), bias)
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The product [tokens, out] of inputs [tokens, in]."""
+        return torch.mm(inputs, self.weight) if self.bias is None else torch.addmm(self.bias, inputs, self.weight)
+
+
+class PlainCache:
+    """Keys and values of each layer, [2, rows, kv heads, capacity, size]: row r holds a completion's tokens from 0 on.
+
+    Rows in use are always the first ones. Memory that was never written is zero: masked positions are multiplied, too,
+    and zero times NaN is NaN.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, size: int, like: torch.Tensor) -> None:
+        self.kv_heads = kv_heads
+        self._size, self._like = size, like
+        self.room = (0, 0)
+        self._layers = [self._empty() for _ in range(layers)]
+        self._starts = torch.empty(0)
+
+    def reserve(self, rows: int, length: int, used_rows: int, used_length: int) -> None:
+        """Make room for rows × length. Grows by doubling, and shrinks when a quarter would suffice."""
+        room = (room_for(rows, self.room[0], 1), room_for(length, self.room[1], SMALLEST))
+        if room == self.room:
+            return
+        self.room = room
+        for number, old in enumerate(self._layers):
+            self._layers[number] = new = self._empty()
+            new[:, :used_rows, :, :used_length] = old[:, :used_rows, :, :used_length]
+        # Index of position 0 of each head, in a layer flattened to (2 * rows * kv heads * capacity).
+        heads = torch.arange(2 * room[0] * self.kv_heads, device=self._like.device)
+        self._starts = (heads * room[1]).view(2, room[0], self.kv_heads)
+
+    def fill(self, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write keys and values [n, kv heads, length, size] to the start of n rows."""
+        for kept, states in zip(self._layers[layer], (keys, values), strict=True):
+            kept[:, :, : states.shape[2]].index_copy_(0, rows, states)
+
+    def places(self, positions: torch.Tensor) -> torch.Tensor:
+        """Where ``write`` puts the states of a token at a position of each row."""
+        return (self._starts[:, : len(positions)] + positions[:, None]).view(-1)
+
+    def write(self, layer: int, places: torch.Tensor, states: torch.Tensor) -> None:
+        """Write one token's keys and values per row: [rows, 2 * kv heads, size], keys first."""
+        apart = states.unflatten(1, (2, self.kv_heads)).transpose(0, 1).reshape(-1, self._size)
+        self._layers[layer].view(-1, self._size).index_copy_(0, places, apart)
+
+    def read(self, layer: int, rows: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the first rows and positions, views [rows, kv heads, longest, size]."""
+        keys, values = self._layers[layer][:, :rows, :, :longest].unbind()
+        return keys, values
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy one row over another in all layers."""
+        for kept in self._layers:
+            kept[:, target, :, :length] = kept[:, source, :, :length]
+
+    def release(self) -> None:
+        """Release all memory."""
+        self.room = (0, 0)
+        self._layers = [self._empty() for _ in self._layers]
+
+    def _empty(self) -> torch.Tensor:
+        rows, capacity = self.room
+        return self._like.new_zeros(2, rows, self.kv_heads, capacity, self._size)
