@@ -53,7 +53,7 @@ class PlainForward:
         self._rotary: Any = model.model.rotary_emb
         self._layers = [_Layer.of(layer) for layer in model.model.layers]
         self._is_single = model.dtype == torch.float32
-        self.cache = PlainCache(len(self._layers), config.num_key_value_heads, self._size, self._embedding)
+        self.cache = PlainCache(len(self._layers), config.num_key_value_heads, self._embedding, self._size)
         self._cos = self._sin = self._embedding.new_empty(0, self._size)
         self._indices = torch.empty(0)
         self._lowest = torch.finfo(model.dtype).min
@@ -87,13 +87,16 @@ class PlainForward:
         count = len(tokens)
         self._extend_tables(longest)
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
-        places, mask = self.cache.places(positions), self._mask(positions, longest)
+        # One entry per row and head of keys, as the cache and attention have them.
+        ends = positions.repeat_interleave(self.cache.kv_heads)
+        places, mask = self.cache.places(ends), self._mask(ends, longest)
         hidden = functional.embedding(tokens, self._embedding)
         for number, layer in enumerate(self._layers):
             heads = self._project(layer, hidden, (count,), cos, sin)
-            self.cache.write(number, places, heads[:, self._heads :])
-            keys, values = self.cache.read(number, count, longest)
-            hidden = self._finish(layer, hidden, self._attend(heads[:, : self._heads], keys, values, mask))
+            self.cache.write(number, places, heads)
+            keys, values = self.cache.read(number, len(ends), longest)
+            queries = heads[:, : self._heads].reshape(len(ends), -1, self._size)
+            hidden = self._finish(layer, hidden, self._attend(queries, keys, values, mask).view(count, -1))
         return torch.mm(self._normed(hidden, self._norm), self._head)
 
     def _project(
@@ -115,38 +118,27 @@ class PlainForward:
     def _finish(self, layer: "_Layer", hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The layer's output from its input and what its heads attended to, both [tokens, …]."""
         hidden = self._add_product(hidden, attended, layer.output)
-        gate, up = layer.gate_up(self._normed(hidden, layer.before_mlp)).chunk(2, dim=-1)
+        gate, up = layer.gate_up(self._normed(hidden, layer.before_mlp)).chunk(2, -1)
         return self._add_product(hidden, functional.silu(gate).mul_(up), layer.down)
 
     def _attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Attention of one token per row [rows, heads, size] to [rows, kv heads, longest, size]; [rows, heads * size].
-
-        Queries that share keys are a batch of positions.
-        """
-        rows, kv_heads, _, size = keys.shape
-        if not self._is_single:
-            grouped = queries.reshape(rows, kv_heads, -1, size)
-            found = functional.scaled_dot_product_attention(grouped, keys, values, mask, scale=self._scale)
-            return found.reshape(rows, -1)
+        """Attention of queries [n, queries per head of keys, size] to keys and values [n, longest, size]."""
         # In float32 two products of matrices take less time than the fused attention of a CPU.
-        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-        scores = torch.baddbmm(
-            mask, queries.reshape(rows * kv_heads, -1, size), keys.transpose(1, 2), alpha=self._scale
-        )
-        return torch.bmm(torch.softmax(scores, -1), values).view(rows, -1)
+        if self._is_single:
+            scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=self._scale)
+            return torch.bmm(torch.softmax(scores, -1), values)
+        queries, keys, values, mask = (tensor.unsqueeze(1) for tensor in (queries, keys, values, mask))
+        return functional.scaled_dot_product_attention(queries, keys, values, mask, scale=self._scale)
 
-    def _mask(self, positions: torch.Tensor, longest: int) -> torch.Tensor:
-        """Added to scores: 0 up to a row's own position, the lowest number after it."""
+    def _mask(self, ends: torch.Tensor, longest: int) -> torch.Tensor:
+        """Added to scores [n, queries, longest]: 0 up to a row's own position, the lowest number after it."""
         # Grown by doubling and kept, to avoid an allocation at each step.
         if len(self._indices) < longest:
-            self._indices = torch.arange(2 * longest, device=positions.device)
-        hidden = self._indices[:longest] > positions.unsqueeze(1)
-        mask = hidden.to(self._embedding.dtype).mul_(self._lowest)
-        if not self._is_single:
-            return mask[:, None, None]
-        return mask.repeat_interleave(self.cache.kv_heads, 0).unsqueeze(1)
+            self._indices = torch.arange(2 * longest, device=ends.device)
+        hidden = self._indices[:longest] > ends.unsqueeze(1)
+        return hidden.to(self._embedding.dtype).mul_(self._lowest).unsqueeze(1)
 
     # In half precision the next two round where the model's own forward rounds, as the trainer does.
 
@@ -236,25 +228,25 @@ class PlainCache:
     and zero times NaN is NaN.
     """
 
-    def __init__(self, layers: int, kv_heads: int, size: int, like: torch.Tensor) -> None:
+    def __init__(self, layers: int, kv_heads: int, like: torch.Tensor, size: int) -> None:
         self.kv_heads = kv_heads
-        self._size, self._like = size, like
-        self.room = (0, 0)
+        self._like, self._size = like, size
+        self._room = (0, 0)
         self._layers = [self._empty() for _ in range(layers)]
         self._starts = torch.empty(0)
 
     def reserve(self, rows: int, length: int, used_rows: int, used_length: int) -> None:
-        """Make room for rows × length. Grows by doubling, and shrinks when a quarter would suffice."""
-        room = (room_for(rows, self.room[0], 1), room_for(length, self.room[1], SMALLEST))
-        if room == self.room:
+        """See ``SlotRows``."""
+        room = (room_for(rows, self._room[0], 1), room_for(length, self._room[1], SMALLEST))
+        if room == self._room:
             return
-        self.room = room
+        self._room = room
         for number, old in enumerate(self._layers):
             self._layers[number] = new = self._empty()
             new[:, :used_rows, :, :used_length] = old[:, :used_rows, :, :used_length]
-        # Index of position 0 of each head, in a layer flattened to (2 * rows * kv heads * capacity).
+        # Index of position 0 of each head of keys, then of values, in a layer flattened to [positions, size].
         heads = torch.arange(2 * room[0] * self.kv_heads, device=self._like.device)
-        self._starts = (heads * room[1]).view(2, room[0], self.kv_heads)
+        self._starts = (heads * room[1]).view(2, -1)
 
     def fill(self, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values [n, kv heads, length, size] to the start of n rows."""
@@ -262,29 +254,29 @@ class PlainCache:
             kept[:, :, : states.shape[2]].index_copy_(0, rows, states)
 
     def places(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where ``write`` puts the states of a token at a position of each row."""
-        return (self._starts[:, : len(positions)] + positions[:, None]).view(-1)
+        """Where ``write`` puts a token at these positions, one for each row and head of keys."""
+        return (self._starts[:, : len(positions)] + positions).view(-1)
 
-    def write(self, layer: int, places: torch.Tensor, states: torch.Tensor) -> None:
-        """Write one token's keys and values per row: [rows, 2 * kv heads, size], keys first."""
-        apart = states.unflatten(1, (2, self.kv_heads)).transpose(0, 1).reshape(-1, self._size)
-        self._layers[layer].view(-1, self._size).index_copy_(0, places, apart)
+    def write(self, layer: int, places: torch.Tensor, heads: torch.Tensor) -> None:
+        """Write one token's keys and values per row, the last ones of its heads [rows, heads, size]."""
+        states = heads.view(len(heads), -1, self.kv_heads, self._size)[:, -2:].transpose(0, 1).reshape(-1, self._size)
+        self._layers[layer].view(-1, self._size).index_copy_(0, places, states)
 
-    def read(self, layer: int, rows: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the first rows and positions, views [rows, kv heads, longest, size]."""
-        keys, values = self._layers[layer][:, :rows, :, :longest].unbind()
+    def read(self, layer: int, count: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the first rows and positions, views [rows * kv heads, longest, size]."""
+        keys, values = self._layers[layer].view(2, -1, self._room[1], self._size)[:, :count, :longest].unbind()
         return keys, values
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy one row over another in all layers."""
+        """See ``SlotRows``."""
         for kept in self._layers:
             kept[:, target, :, :length] = kept[:, source, :, :length]
 
     def release(self) -> None:
-        """Release all memory."""
-        self.room = (0, 0)
+        """See ``SlotRows``."""
+        self._room = (0, 0)
         self._layers = [self._empty() for _ in self._layers]
 
     def _empty(self) -> torch.Tensor:
-        rows, capacity = self.room
+        rows, capacity = self._room
         return self._like.new_zeros(2, rows, self.kv_heads, capacity, self._size)

@@ -49,7 +49,9 @@ GREEDY_BELOW = 1e-5
 _ALL_MASS = 2.0
 """A top-p that no cumulative probability reaches, rounding included."""
 _BLOCK = 64
-"""Tokens whose probabilities are added in float32; a sum over the vocabulary in float64 takes most of a draw's time."""
+"""Tokens whose probabilities are added in float32; a sum of many tokens in float64 takes most of a draw's time."""
+_FEW_TOKENS = 2048
+"""A vocabulary up to this size is added in float64 at once, which takes less time than finding a block first."""
 _WEYL = np.uint64(0x9E3779B97F4A7C15)
 """2^64 over the golden ratio, made odd: splitmix64's increment."""
 
@@ -511,10 +513,10 @@ class RowSampler:
 
 @dataclass(slots=True)
 class _Mass:
-    """Probabilities of n rows, up to a factor of each row, in blocks of tokens.
+    """Probabilities of n rows, up to a factor of each row.
 
-    ``weights``: float32 [n, blocks, _BLOCK]. ``sums``: of all blocks up to each, float64 [n, blocks]. ``log_total``:
-    logarithm of the sum of all exponentiated scores, float64 [n, 1].
+    ``weights``: float32 [n, blocks, tokens of a block]. ``sums``: of all blocks up to each, float64 [n, blocks].
+    ``log_total``: logarithm of the sum of all exponentiated scores, float64 [n, 1].
     """
 
     weights: torch.Tensor
@@ -526,21 +528,28 @@ class _Mass:
         """The probabilities that are proportional to the exponentiated scores [n, vocabulary]."""
         largest = scores.amax(dim=-1, keepdim=True)
         weights = (scores - largest).exp_()
-        weights = functional.pad(weights, (0, -weights.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
-        # Blocks in float64: float32 would lose the probabilities of rare tokens in a sum near 1.
-        sums = weights.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+        # float32 would lose the probabilities of rare tokens in a sum near 1.
+        if weights.shape[1] <= _FEW_TOKENS:
+            sums = weights.cumsum(dim=-1, dtype=torch.float64)
+            weights = weights.unsqueeze(2)
+        else:
+            weights = functional.pad(weights, (0, -weights.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+            sums = weights.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
         return cls(weights, sums, largest + sums[:, -1:].log())
 
     def token_at(self, points: torch.Tensor) -> torch.Tensor:
         """The first token of each row at which the cumulative probability exceeds the row's point in [0, 1); [n, 1]."""
         target = points * self.sums[:, -1:]
-        block = torch.searchsorted(self.sums, target, right=True).clamp_max_(self.sums.shape[1] - 1)
+        block = torch.searchsorted(self.sums, target, right=True)
+        size = self.weights.shape[2]
+        if size == 1:
+            return block
         before = functional.pad(self.sums, (1, 0)).gather(1, block)
-        inside = self.weights.gather(1, block.unsqueeze(2).expand(-1, -1, _BLOCK)).squeeze(1)
+        inside = self.weights.gather(1, block.unsqueeze(2).expand(-1, -1, size)).squeeze(1)
         reached = inside.cumsum(dim=-1, dtype=torch.float64)
         # A block's sum in float32 may be larger than that of its tokens; a point between is the last possible token's.
         last = torch.searchsorted(reached, reached[:, -1:].contiguous())
-        return block * _BLOCK + torch.minimum(torch.searchsorted(reached, target - before, right=True), last)
+        return block * size + torch.minimum(torch.searchsorted(reached, target - before, right=True), last)
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], drawn: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:

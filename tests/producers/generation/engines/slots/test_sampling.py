@@ -105,8 +105,25 @@ def test_neighbouring_seeds_and_negative_ones_are_independent() -> None:
     assert streams.max() < 1
 
 
-def test_impossible_tokens_are_never_drawn() -> None:
-    logits = torch.full((20,), -torch.inf)
-    logits[[3, 19]] = 0.0
+@pytest.mark.parametrize("vocabulary", [20, 3001])
+def test_impossible_tokens_are_never_drawn(vocabulary: int) -> None:
+    logits = torch.full((vocabulary,), -torch.inf)
+    logits[[3, vocabulary - 1]] = 0.0
     tokens, _ = draw(logits, params(), 5000)
-    assert set(tokens.tolist()) == {3, 19}
+    assert set(tokens.tolist()) == {3, vocabulary - 1}
+
+
+@pytest.mark.parametrize("row", [params(), params(temperature=0.7, top_p=0.9)])
+def test_a_draw_from_a_large_vocabulary_is_the_first_token_whose_cumulative_probability_exceeds_its_number(
+    row: SamplingParams,
+) -> None:
+    rows = 20
+    logits = torch.randn(rows, 5001, generator=torch.Generator().manual_seed(8)) * 3
+    tokens, logprobs = RowSampler.of([row] * rows, range(rows), [0] * rows, CPU).sample(logits)
+    points = uniforms(np.arange(rows, dtype=np.uint64), np.zeros(rows, dtype=np.uint64))
+    for index in range(rows):
+        wanted, token = expected(logits[index], row), tokens[index]
+        after = wanted[: token + 1].sum()
+        assert after - wanted[token] - 1e-6 <= points[index] <= after + 1e-6
+    whole = (logits.double() / row.temperature).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    assert torch.allclose(logprobs.double(), whole, atol=2e-6)
