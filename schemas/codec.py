@@ -107,8 +107,8 @@ _LARGE_HEADER_SCHEMAS = {"step-report", "refused-step", "carried-over", "work-or
 """Schemas whose header may be as large as the message. Only trainer, dispatcher and evaluator write them."""
 
 
-_OMITTED_IF_UNSET = ("policy", "algorithm")
-"""Fields that are written only if set, so that the bytes of a run without attached instances stay the same."""
+_OMITTED_IF_UNSET = ("policy", "algorithm", "chance", "decided")
+"""Fields that are written only if set, so that the bytes of a run without their feature stay the same."""
 
 
 def headers_of(message: Message | type[Message]) -> Headers:

@@ -80,6 +80,19 @@ class LengthEstimate(Part):
     boundaries_version: Annotated[int, Field(ge=0)] = 0
 
 
+class OrderingChance(Part):
+    """Why the dispatcher ordered a prompt that it could have passed over.
+
+    ``probability`` is the probability with which it ordered the prompt; 1 / probability weighs the samples as if every
+    prompt were ordered. ``zero_advantage`` is the predicted chance that all samples of the group earn the same reward.
+    ``alike`` names the prompts that the prediction started from.
+    """
+
+    probability: Annotated[float, Field(gt=0.0, le=1.0)]
+    zero_advantage: Annotated[float, Field(ge=0.0, le=1.0)]
+    alike: ShortText
+
+
 class SamplingParams(Part):
     """How completions are sampled; the names are vLLM's and TRL's.
 
@@ -128,6 +141,9 @@ class WorkOrder(Message):
     the earlier attempts that ended because the dispatcher moved the group, not because a worker was lost. ``policy`` is
     the arm of a split whose weights sample the order, empty for the served policy. ``admitted_version`` is always a
     version of the served policy: the one that the worker held or, for an arm, the one that was served at that time.
+    ``chance`` is set if the dispatcher orders some prompts less often than others. Then ``decided`` lists the positions
+    that it decided about since the order before, each with its probability of being ordered, or 0 if it was passed
+    over. So a restarted dispatcher does not decide again.
     """
 
     SCHEMA: ClassVar[str] = "work-order"
@@ -149,6 +165,8 @@ class WorkOrder(Message):
     moves: Annotated[int, Field(ge=0)] = 0
     policy: ShortText = ""
     admitted_version: PolicyVersion
+    chance: OrderingChance | None = None
+    decided: tuple[tuple[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=0.0, le=1.0)]], ...] | None = None
     created_at: float
 
 
@@ -307,6 +325,7 @@ class FinishedCompletion(Message):
     admitted_version: PolicyVersion
     position: Annotated[int, Field(ge=0)] = 0
     due_step: Annotated[int, Field(ge=0)] = 0
+    chance: OrderingChance | None = None
     parts: tuple[TrajectoryPart, ...] = ()
     policy: ShortText = ""
     source: Literal["order", "request"] = "order"
@@ -387,7 +406,7 @@ class Trajectory(FinishedCompletion):
     whether a work order or a gateway's request caused it. A request's group has no order, and its prompt is in no
     prompt source. ``policy`` is the arm of a split whose weights sampled it and whose versions the spans name; empty
     for the served policy. ``admitted_version`` is always a served version; the age of an arm's trajectory is counted
-    from it.
+    from it. ``chance`` is the order's.
 
     ``session`` names the session whose consecutive calls the trajectory holds; it is empty for a single completion. In
     a session, ``turns`` mark the sampled tokens. Tokens between turns were read and not sampled: answers of tools and
@@ -492,5 +511,6 @@ def fields_from_order(order: WorkOrder, sample_index: int) -> dict[str, Any]:
         "admitted_version": order.admitted_version,
         "position": order.position,
         "due_step": order.due_step,
+        "chance": order.chance,
         "created_at": order.created_at,
     }

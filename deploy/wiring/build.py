@@ -21,6 +21,7 @@ from streamrl.settings.features import (
     policy_dispatch,
     policy_hooks,
     predictors,
+    prompt_chooser,
     wanted_series,
 )
 from streamrl.settings.tree import Settings, decode_curve, sampling_seed, worker_curves
@@ -177,6 +178,7 @@ def build_dispatcher(settings: Settings, context: ProcessContext) -> "Dispatcher
         ),
         on_tick=context.on_tick,
         policies=policy_dispatch(),
+        chooser=prompt_chooser(settings),
     )
     context.collect(partial(collect_dispatcher, dispatcher.status))
     return dispatcher

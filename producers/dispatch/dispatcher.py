@@ -4,7 +4,7 @@ Invariants:
 - every_drawn_prompt_is_ordered: prompts are drawn by position. A window is sent completely before the next one is
   drawn, and the orders of a turn are committed in one transaction before the next turn. So prompts that an exiting
   dispatcher left unsent are at most one window below the cursor. The next dispatcher finds them there and sends them
-  first;
+  first. A ``PromptChooser`` may pass over a prompt; then an order reports its position;
 - every_group_is_completed: if no worker delivers a sample in ``max_attempts`` orders, the dispatcher publishes it as an
   aborted sample. So consumers can wait for every sample of a group without a clock;
 - only_the_newest_dispatcher_sends_orders: all dispatchers of a run use one transactional id, and the newest holder
@@ -23,6 +23,7 @@ from streamrl.bus.clocks import Clocks
 from streamrl.bus.listening import HeartbeatReader
 from streamrl.bus.port import Bus, Outgoing, Subscription, TransactionalPublisher, message_of
 from streamrl.bus.waiting import in_thread
+from streamrl.producers.dispatch.choosing import EveryPrompt, PromptChooser
 from streamrl.producers.dispatch.fleet import MAX_ATTEMPTS, Candidate, Flight
 from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispatch
 from streamrl.producers.dispatch.recovery import CLIENT_ID, rebuild
@@ -65,8 +66,9 @@ class Dispatcher:
     from the topics.
 
     ``on_tick`` is called with the loop's name at every turn of a loop. ``policies`` makes the object that answers
-    questions about the policies that share the stream; the default is for one policy. ``poll_s``, ``orders_per_turn``
-    and ``max_attempts`` are no settings of a run; tests shorten them.
+    questions about the policies that share the stream; the default is for one policy. ``chooser`` makes the object that
+    decides which prompts are ordered; by default all are. ``poll_s``, ``orders_per_turn`` and ``max_attempts`` are no
+    settings of a run; tests shorten them.
     """
 
     bus: Bus
@@ -79,6 +81,7 @@ class Dispatcher:
     roles: OtherRoles = field(default_factory=OtherRoles)
     on_tick: Callable[[str], None] = lambda name: None
     policies: Callable[[], PolicyDispatch] = OnePolicyDispatch
+    chooser: Callable[[], PromptChooser] = EveryPrompt
     poll_s: float = field(default=POLL_S, init=False)
     orders_per_turn: int = field(default=ORDERS_PER_TURN, init=False)
     max_attempts: int = field(default=MAX_ATTEMPTS, init=False)
@@ -92,7 +95,9 @@ class Dispatcher:
         self._reset()
 
     def _reset(self) -> None:
-        self.state = DispatchState(self.loop, self.settings, self.predictor, self.roles, self.policies())
+        self.state = DispatchState(
+            self.loop, self.settings, self.predictor, self.roles, self.policies(), self.chooser()
+        )
         self.repacker = Repacker(self.state)
         self.scheduler = Schedulers(self.state, self.settings)
         self._prefetcher = PromptPrefetcher(
@@ -129,7 +134,12 @@ class Dispatcher:
     async def _rebuild_and_serve(self, publisher: TransactionalPublisher, stop: asyncio.Event) -> bool:
         """Rebuild the state and serve; true if another rebuild is needed: samples were lost, or the trainer changed."""
         positions = await rebuild(
-            self.bus, self.run_name, self.state, self.clocks.monotonic, has_graders=self.roles.has_graders
+            self.bus,
+            self.run_name,
+            self.state,
+            self.clocks.monotonic,
+            has_graders=self.roles.has_graders,
+            on_poll=lambda: self.on_tick("dispatch"),
         )
         read = (HEARTBEATS, CONTROL, TRAJECTORIES, *([UNGRADED] if self.roles.has_graders else []))
         scope = self.state.policies.trainer_scope(self.run_name)
@@ -223,7 +233,7 @@ class Dispatcher:
         scheduler, orders, size = self.scheduler, list[Outgoing](), 0
         scheduler.begin_turn(self.clocks.monotonic())
         if wanted := scheduler.wanted():
-            scheduler.add(await self._prefetcher.draw(self.state.positions.next(wanted)))
+            scheduler.add(await self._draw(wanted))
         if scheduler.wants_plan():
             await self._plan()
         while len(orders) < self.orders_per_turn and size <= TURN_BYTES:
@@ -234,7 +244,13 @@ class Dispatcher:
             # Read both before admit() advances them: the order must carry what the ledger records for it.
             created_at, due_step = self.state.created_at(self.clocks.time_of_day()), self.state.ledger.next_due
             order = build_order(
-                self.loop, pending, worker, created_at=created_at, due_step=due_step, seed=self.roles.seed
+                self.loop,
+                pending,
+                worker,
+                created_at=created_at,
+                due_step=due_step,
+                seed=self.roles.seed,
+                decided=tuple(self.state.decided.items()) or None,
             )
             self.state.admit(order, worker, now)
             # The next choice must see the worker's new load.
@@ -242,6 +258,26 @@ class Dispatcher:
             orders.append(self._record(order))
             size += len(orders[-1].value or b"")
         return orders, True
+
+    async def _draw(self, wanted: int) -> list[PendingPrompt]:
+        """The next prompts to order, without those that an earlier dispatcher has ordered.
+
+        If some are passed over, more positions are drawn instead, at most a window in all: after a crash, prompts that
+        were not sent are looked for that far below the cursor. Positions that it finds there are not mixed with others.
+        """
+        state, found, left = self.state, list[PendingPrompt](), self.state.positions.window
+        while wanted > 0 and left > 0:
+            is_new = not state.positions.unsent
+            positions = state.positions.next(min(left, wanted))
+            left -= len(positions) if is_new else left
+            for pending in await self._prefetcher.draw(positions):
+                if not state.was_ordered(pending.group_id):
+                    is_ordered, chance = state.decide(pending.position, pending.prompt)
+                    if not is_ordered:
+                        continue
+                    found.append(replace(pending, chance=chance))
+                wanted -= 1
+        return found
 
     async def _plan(self) -> None:
         """Make a plan and adopt it. Until then heartbeats and commits wait; other tasks of the process continue."""
@@ -340,6 +376,7 @@ def build_order(
     created_at: float,
     due_step: int,
     seed: int | None,
+    decided: tuple[tuple[int, float], ...] | None = None,
 ) -> WorkOrder:
     """The first order for a prompt, for all of its samples. ``seed``: None leaves random numbers to the engines."""
     return WorkOrder(
@@ -356,6 +393,8 @@ def build_order(
         incarnation=worker.incarnation,
         policy=worker.policy,
         admitted_version=worker.version,
+        chance=pending.chance,
+        decided=decided,
         created_at=created_at,
     )
 
@@ -374,4 +413,5 @@ def build_reorder(flight: Flight, worker: Candidate, partials: tuple[PartialSour
         moves=flight.order.moves + flight.is_released,
         policy=worker.policy,
         admitted_version=worker.version,
+        decided=None,
     )

@@ -127,9 +127,17 @@ class _TrainerRecords:
 
 
 async def rebuild(
-    bus: Bus, run: str, state: DispatchState, clock: Callable[[], float], *, has_graders: bool = False
+    bus: Bus,
+    run: str,
+    state: DispatchState,
+    clock: Callable[[], float],
+    *,
+    has_graders: bool = False,
+    on_poll: Callable[[], None] = lambda: None,
 ) -> Positions:
     """Apply the history to a new state; returns the offsets from which to continue reading. ``clock`` is monotonic.
+
+    ``on_poll`` is called while earlier samples are read.
 
     Raises:
         BusUnavailable: the broker does not answer, or the topics do not exist.
@@ -158,6 +166,7 @@ async def rebuild(
     if has_graders:
         await _restore_ungraded(bus, run, state, positions, started)
     await _restore_samples(bus, run, state, trainer, positions, started)
+    await state.chooser.recall(bus, run, on_poll)
     state.positions.find_unsent(named)
     state.resume(clock())
     state.extend(clock() - started)
@@ -174,8 +183,8 @@ async def rebuild(
 async def _restore_orders(bus: Bus, run: str, state: DispatchState, trained: frozenset[str], now: float) -> None:
     async for order in history(bus, [WORK_ORDERS.full_name(run)], "earliest", {}):
         if isinstance(order, WorkOrder) and order.group_id in trained:
-            # It will not be needed again, but its position shows how far prompts were drawn.
-            state.positions.see(order.position)
+            # It will not be needed again, but its positions show how far prompts were drawn.
+            state.see_positions(order)
         elif isinstance(order, WorkOrder):
             state.restore(order, now)
 

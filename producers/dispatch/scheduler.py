@@ -33,7 +33,7 @@ from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import DispatchState
 from streamrl.producers.dispatch.strategies import STATIC, STRATEGIES, WITH_OBJECTIVE, full_rate
 from streamrl.schemas.profiles import DecodeCurve
-from streamrl.schemas.trajectories import LengthEstimate, Prompt
+from streamrl.schemas.trajectories import LengthEstimate, OrderingChance, Prompt
 
 WEIGHT_SYNC_TIMEOUT_S = 5.0
 """Most seconds that a window waits until all workers have new weights, with a staleness bound of 0 or 1."""
@@ -45,12 +45,13 @@ TOLERANCE = 1.05
 
 @dataclass(frozen=True, slots=True)
 class PendingPrompt:
-    """A prompt that was drawn and not yet ordered."""
+    """A prompt that was drawn and not yet ordered. ``chance``: see ``WorkOrder``."""
 
     position: int
     prompt: Prompt
     group_id: str
     estimate: LengthEstimate
+    chance: OrderingChance | None = None
 
 
 @dataclass(slots=True)
@@ -268,10 +269,9 @@ class Scheduler:
         return min(self._loop.groups_per_step, room)
 
     def add(self, prompts: Sequence[PendingPrompt]) -> None:
-        """Add a window that was drawn, without prompts that an earlier dispatcher has ordered."""
-        new = [prompt for prompt in prompts if not self._was_ordered(prompt.group_id)]
-        self._state.plan_accuracy.begin([prompt.group_id for prompt in new], self._turn_at)
-        self.take_over(new)
+        """Add a window that was drawn."""
+        self._state.plan_accuracy.begin([prompt.group_id for prompt in prompts], self._turn_at)
+        self.take_over(prompts)
 
     def take_over(self, prompts: Sequence[PendingPrompt]) -> None:
         """Add prompts of a drawn window that other schedulers were to send and did not."""
@@ -283,9 +283,6 @@ class Scheduler:
         items = self.queues.unsent()
         self.queues.adopt(Plan(()))
         return [self._pending.pop(item.key) for item in items]
-
-    def _was_ordered(self, group_id: str) -> bool:
-        return group_id in self._state.positions.ordered or self._state.ledger.is_in_flight(group_id)
 
     def _item(self, prompt: PendingPrompt) -> Item:
         longest = self._loop.max_completion_length

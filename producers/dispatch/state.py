@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from streamrl.producers.dispatch.admission import HISTORY_STEPS, AdmissionLedger
+from streamrl.producers.dispatch.choosing import Decision, EveryPrompt, PromptChooser
 from streamrl.producers.dispatch.fleet import (
     ABSENT_TIMEOUTS,
     OVERCOMMIT,
@@ -64,7 +65,7 @@ class PromptCursor:
     _seen: set[int] = field(default_factory=set)
 
     def see(self, position: int) -> None:
-        """Note that this position had an order."""
+        """Note that this position had an order, or was passed over."""
         self.pass_to(position + 1)
         self._seen.add(position)
         # Positions more than a window below the cursor were all sent.
@@ -138,7 +139,8 @@ class DispatchState:
 
     ``policies``: for one policy by default. ``has_other_trainer``: the trainer that ends groups has changed since the
     state was built. ``settled``: released groups that workers may delete, by worker and incarnation, then group id,
-    with the attempt.
+    with the attempt. ``chooser``: orders every prompt by default. ``decided``: positions since the last order, as in
+    ``WorkOrder``; ``passed_over``: number of prompts so far that were drawn and not ordered.
     """
 
     def __init__(
@@ -148,10 +150,15 @@ class DispatchState:
         predictor: LengthPredictor,
         roles: OtherRoles = OtherRoles(),
         policies: PolicyDispatch | None = None,
+        chooser: PromptChooser | None = None,
     ) -> None:
         self._settings = settings
         self._roles = roles
         self.policies = policies or OnePolicyDispatch()
+        self.chooser = chooser or EveryPrompt()
+        self.decided: dict[int, float] = {}
+        self._decided_before: dict[int, float] = {}
+        self.passed_over = 0
         self.loop = loop
         self.ledger = AdmissionLedger(
             loop.groups_per_step,
@@ -245,6 +252,8 @@ class DispatchState:
         if trajectory.trajectory_id != make_trajectory_id(trajectory.group_id, trajectory.sample_index):
             return
         is_graded = isinstance(trajectory, Trajectory)
+        if is_graded:  # before that, rewards are missing
+            self.chooser.observe(trajectory)
         was_sampled = is_graded and self.grading.end(trajectory.group_id, trajectory.sample_index)
         flight = (
             self.flights.get(trajectory.group_id)
@@ -358,7 +367,7 @@ class DispatchState:
 
     def restore(self, order: WorkOrder, now: float) -> None:
         """Apply an order of an earlier dispatcher. Heartbeats must be applied before."""
-        self.positions.see(order.position)
+        self.see_positions(order)
         self._newest_created_at = max(self._newest_created_at, order.created_at)
         self.ledger.restore(order.group_id, order.admitted_version, order.due_step)
         # Each worker has its own partition, so an order may be read after the group's next order.
@@ -369,12 +378,41 @@ class DispatchState:
         incarnation = order.incarnation or (known.incarnation if known is not None else None)
         self.flights.send(order, incarnation, now)
 
+    def see_positions(self, order: WorkOrder) -> None:
+        """Note the positions that an order of an earlier dispatcher shows to be decided."""
+        self.positions.see(order.position)
+        for position, probability in order.decided or ():
+            if probability == 0.0:
+                self.positions.see(position)
+            else:
+                self.positions.pass_to(position + 1)
+                self._decided_before[position] = probability
+
+    def was_ordered(self, group_id: str) -> bool:
+        """Whether a drawn prompt's group has an order already, by an earlier dispatcher."""
+        return group_id in self.positions.ordered or self.ledger.is_in_flight(group_id)
+
+    def decide(self, position: int, prompt: Prompt) -> Decision:
+        """Whether to order a drawn prompt. The next order reports it."""
+        version = 0 if self.ledger.current is None else self.ledger.current.number
+        is_ordered, chance = self.chooser.decide(position, prompt, version)
+        if chance is None:
+            return Decision(is_ordered, None)
+        # An earlier dispatcher decided to order it, with a probability that other orders may have reported.
+        if (probability := self._decided_before.get(position)) is not None:
+            is_ordered, chance = True, chance.model_copy(update={"probability": probability})
+        self.decided[position] = chance.probability if is_ordered else 0.0
+        self.passed_over += not is_ordered
+        return Decision(is_ordered, chance)
+
     def resume(self, now: float) -> None:
         """Start counting the workers' progress, after everything was restored.
 
         Samples that expired were not found just now, so they already count as missing and are not lost.
         """
         self.has_lost_samples = False
+        unsent = set(self.positions.unsent)
+        self._decided_before = {at: known for at, known in self._decided_before.items() if at in unsent}
         for flight in self.flights.unfinished():
             if flight.worker_id is not None and (heartbeat := self.fleet.get(flight.worker_id)) is not None:
                 self._work_on(flight.order, heartbeat.capacity, now)
@@ -394,6 +432,7 @@ class DispatchState:
         self._send(order, worker, now)
         self._newest_created_at = order.created_at
         self.positions.pass_to(order.position + 1)
+        self.decided = {}  # the order reports them
         self.admitted += 1
 
     def reassign(self, order: WorkOrder, worker: Candidate, now: float) -> None:

@@ -22,7 +22,7 @@ class WorkerQueueStatus:
 class OrdersStatus:
     """Counts of groups: ``admitted``, ``reordered``, ``moved`` and ``given_up`` so far; ``in_flight`` now.
 
-    ``missing``: samples not yet on the topic.
+    ``missing``: samples not yet on the topic; ``passed_over``: prompts that were drawn and not ordered.
     """
 
     admitted: int
@@ -31,6 +31,7 @@ class OrdersStatus:
     given_up: int
     in_flight: int
     missing: int
+    passed_over: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class DispatcherStatus:
             "workers": self.workers_ready,
             "reordered": orders.reordered,
             "moved": orders.moved,
+            "passed_over": orders.passed_over,
             "unsent": plan.unsent,
             "queues": {queue.worker_id: queue.unsent for queue in plan.queues},
             "reduced_concurrency": {queue.worker_id: queue.concurrency for queue in plan.queues if queue.is_reduced},
@@ -106,6 +108,7 @@ def status_of(state: DispatchState, scheduler: Schedulers, now: float) -> Dispat
             given_up=state.given_up,
             in_flight=state.ledger.in_flight,
             missing=sum(len(flight.missing) for flight in state.flights.unfinished()),
+            passed_over=state.passed_over,
         ),
         plan=PlanStatus(
             unsent=scheduler.unsent,

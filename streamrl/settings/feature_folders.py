@@ -19,6 +19,7 @@ FOLDERS = (
     "producers.grading",
     "producers.evaluation",
     "producers.lengths.learned",
+    "producers.value",
     "producers.gateway",
     "producers.environments",
 )

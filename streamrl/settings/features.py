@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from streamrl.observability.role_context import ProcessContext, Role
     from streamrl.observability.run_state.parts import RunPart
     from streamrl.observability.tracing.role_tracers import OpenTracer
+    from streamrl.producers.dispatch.choosing import PromptChooser
     from streamrl.producers.dispatch.policies import PolicyDispatch
     from streamrl.producers.generation.side_work import SideWorkFactory
     from streamrl.producers.lengths.startup import OpenPredictor
@@ -270,7 +271,8 @@ class LoopHooks:
     through this feature's processes before they reach the trainer. ``sending``: how weights reach engines without
     files. ``side_work``: work that workers do for it in addition to their orders; ``asks_for_schemas``: whether it
     needs engines that can follow JSON schemas. ``endpoint``: where it answers requests to the policy. ``policies``:
-    what changes if several policies may share the stream.
+    what changes if several policies may share the stream. ``chooser`` makes the object that decides which prompts are
+    ordered; None: all are.
     """
 
     predictors: "Mapping[str, OpenPredictor]" = field(default_factory=dict)
@@ -280,6 +282,7 @@ class LoopHooks:
     asks_for_schemas: "Callable[[Settings], bool]" = _no
     endpoint: "Callable[[Settings], OwnEndpoint | None]" = _none
     policies: "PolicyHooks | None" = None
+    chooser: "Callable[[Settings], Callable[[], PromptChooser] | None]" = _none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +332,13 @@ def policy_dispatch() -> "Callable[[], PolicyDispatch]":
 
     hooks = policy_hooks()
     return OnePolicyDispatch if hooks is None else hooks.dispatch
+
+
+def prompt_chooser(settings: "Settings") -> "Callable[[], PromptChooser]":
+    """Makes the object that decides which prompts the dispatcher orders."""
+    from streamrl.producers.dispatch.choosing import EveryPrompt
+
+    return first_of(lambda feature: feature.loop.chooser(settings)) or EveryPrompt
 
 
 def wanted_series() -> "Callable[[], WantedSeries]":

@@ -43,6 +43,7 @@ from streamrl.schemas.trajectories import (
     ChatTurn,
     FinishReason,
     LengthEstimate,
+    OrderingChance,
     PartialSource,
     PartialTrajectory,
     Prompt,
@@ -69,6 +70,7 @@ USAGE = ResourceUsage(
     machine_bytes=16 << 30,
     gpus=(GpuUsage(gpu_id="GPU-1", name="H200", busy=0.75, used_bytes=70 << 30, total_bytes=140 << 30),),
 )
+CHANCE = OrderingChance(probability=0.25, zero_advantage=0.5, alike="gsm8k/18")
 PARTS = (
     TrajectoryPart(worker_id="worker-1", attempt=0, start=0),
     TrajectoryPart(worker_id="worker-2", attempt=1, start=2),
@@ -225,6 +227,11 @@ def full_examples() -> dict[str, Message]:
             relays=("http://relay:8765",),
             relay_hosts=("host-a",),
         ),
+        "work-order-chosen": work_order("What is 2 + 2?").replace(
+            chance=CHANCE, decided=((105, 0.0), (106, 1.0), (107, 0.25))
+        ),
+        "trajectory-chosen": trajectory(chance=CHANCE),
+        "ungraded-trajectory-chosen": UngradedTrajectory.of(trajectory(chance=CHANCE), order.prompt),
         "work-order-of-an-arm": work_order("What is 2 + 2?").replace(policy="rloo"),
         "trajectory-of-an-arm": trajectory(policy="rloo"),
         "ungraded-trajectory-of-an-arm": UngradedTrajectory.of(trajectory(policy="rloo"), order.prompt),

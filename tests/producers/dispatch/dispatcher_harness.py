@@ -10,6 +10,7 @@ from typing import Any
 from streamrl.bus.clocks import Clocks
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Position
+from streamrl.producers.dispatch.choosing import EveryPrompt, PromptChooser
 from streamrl.producers.dispatch.dispatcher import ORDERS_PER_TURN, Dispatcher
 from streamrl.producers.dispatch.fleet import MAX_ATTEMPTS
 from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispatch
@@ -99,6 +100,7 @@ def trajectory(of: WorkOrder, sample: int, *, length: int = 5, reason: FinishRea
         worker_id=of.worker_id,
         attempt=of.attempt,
         position=of.position,
+        chance=of.chance,
         started_at=0.0,
         finished_at=0.0,
     )
@@ -147,6 +149,7 @@ class DispatcherHarness:
     seed: int | None = None
     has_graders: bool = False
     policies: Callable[[], PolicyDispatch] = OnePolicyDispatch
+    chooser: Callable[[], PromptChooser] = EveryPrompt
     poll_s: float = 0.01
     orders_per_turn: int = ORDERS_PER_TURN
     max_attempts: int = MAX_ATTEMPTS
@@ -172,6 +175,7 @@ class DispatcherHarness:
             OtherRoles(seed=self.seed, has_graders=self.has_graders),
             ticks.append,
             self.policies,
+            self.chooser,
         )
         dispatcher.poll_s, dispatcher.orders_per_turn = self.poll_s, self.orders_per_turn
         dispatcher.max_attempts = self.max_attempts

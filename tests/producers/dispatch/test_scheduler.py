@@ -215,12 +215,3 @@ def test_a_worker_that_never_adopts_keeps_its_queue_only_for_so_long() -> None:
     assert not scheduler.queues.pool
     scheduler.begin_turn(7.1)
     assert [item.key for item in scheduler.queues.pool] == [2]
-
-
-def test_prompts_that_an_earlier_life_ordered_are_left_out() -> None:
-    state, scheduler = _scheduler()
-    state.observe(heartbeat("w0"), 0.0)
-    state.positions.ordered = frozenset({"toy/1/0"})
-    scheduler.begin_turn(0.0)
-    scheduler.add(_pending(0, 1, 2))
-    assert [item.key for item in scheduler.queues.unsent()] == [0, 2]
