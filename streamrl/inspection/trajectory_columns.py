@@ -32,6 +32,7 @@ FACTS = pa.schema(
         ("newest_version", pa.string()),
         ("worker_id", pa.string()),
         ("attempt", pa.int32()),
+        ("ordering_probability", pa.float64()),
         ("session", pa.string()),
         ("turns", pa.list_(TURN)),
         ("created_at", pa.float64()),
@@ -47,7 +48,8 @@ FACTS = pa.schema(
 """Lengths are in tokens, times in seconds since the epoch. ``advantage``: that the trainer gave it in ``step``, null
 if it was not trained. If ``step`` and ``skip_reason`` are both null, the
 trajectory is pending. ``policy``: the arm of a split that sampled it and that the two versions belong to; null: the
-served policy. ``session`` is null and ``turns`` is empty for a completion outside a session."""
+served policy. ``ordering_probability``: its inverse weighs the trajectory as if every prompt were ordered; null: every
+prompt was. ``session`` is null and ``turns`` is empty for a completion outside a session."""
 TOKENS = (
     pa.field("prompt_token_ids", pa.list_(pa.int32())),
     pa.field("token_ids", pa.list_(pa.int32())),
@@ -125,6 +127,7 @@ def facts_of(one: Trajectory, place: Place, trained: Trained | None, skip_reason
         "newest_version": str(one.newest_version),
         "worker_id": one.worker_id,
         "attempt": one.attempt,
+        "ordering_probability": one.chance.probability if one.chance else None,
         "session": one.session or None,
         "turns": [{"start": turn.start, "end": turn.end, "rewards": list(turn.rewards.items())} for turn in one.turns],
         "created_at": one.created_at,

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from streamrl.inspection.report.record import RunRecord, StepTable, TopicDigest
+from streamrl.inspection.report.record import RunRecord, StepTable, TopicDigest, ValueFacts
 from streamrl.observability.run_state.aggregates import ENDS, end_windows, window_name
 from streamrl.observability.run_state.evaluations import OVERALL
 
@@ -178,13 +178,20 @@ def _gathered(topics: TopicDigest | None, rows: StepTable) -> list[Figure]:
     begin, end = rows.began, rows.began + rows.seconds
     busy = [_ratio(each.busy_s(begin, end), end - begin) for each in topics.workers.values()]
     known = [share for share in busy if share is not None]
-    lengths = topics.lengths
+    lengths, value = topics.lengths, topics.value
     return [
         Figure("workers_busy", "workers generating", _mean(known), "share", 1),
         Figure("length_recall", "recall of the longest 20 %", lengths.recall if lengths else None, "share", 1),
         Figure("length_coverage", "lengths below the upper estimate", lengths.coverage if lengths else None, "share"),
         Figure("length_factor", "length off by a factor of", lengths.factor if lengths else None, "value", -1),
+        Figure("zero_advantage", "groups without advantage", value.observed if value else None, "share", -1),
+        Figure("zero_advantage_error", "their prediction off by", value.error if value else None, "share", -1),
+        Figure("passed_over", "prompts passed over", _share_passed_over(value), "share"),
     ]
+
+
+def _share_passed_over(value: ValueFacts | None) -> float | None:
+    return value.passed_over / value.decided if value is not None and value.decided else None
 
 
 def _endings(record: RunRecord, trained: float) -> list[Figure]:

@@ -16,6 +16,7 @@ import xxhash
 from streamrl.bus.history import Extent, History
 from streamrl.bus.port import Record
 from streamrl.inspection.report.record import LengthFacts, RunMark, SampleText, TopicDigest, WorkerActivity
+from streamrl.inspection.report.values import value_facts
 from streamrl.observability.run_state.aggregates import LengthCalibration, StalenessHistogram, TrajectoryFates
 from streamrl.observability.run_state.trajectory_summary import TrajectorySummary, summary_of
 from streamrl.producers.lengths.calibration import recall_of_longest
@@ -57,7 +58,7 @@ async def gather_topics(
         return None
     # First and last are by the completion's end, not by its offset.
     summaries.sort(key=lambda summary: summary.finished_at)
-    upper = await _upper_estimates(history, run)
+    upper, decided = await _read_orders(history, run)
     staleness, restarts = await _steps(history, run, summaries)
     estimated = [Estimated(s.finished_at, s.predicted, s.length, upper.get(s.group_id)) for s in summaries]
     return TopicDigest(
@@ -66,6 +67,7 @@ async def gather_topics(
         read=len(summaries),
         workers=await _workers(history, run, summaries, logs),
         lengths=length_facts(estimated),
+        value=value_facts(summaries, decided),
         staleness=staleness,
         marks=tuple(sorted([*restarts, *await _promotions(history, run)], key=lambda mark: mark.at)),
         rewards=rewards_by_group(summaries),
@@ -95,14 +97,16 @@ async def _messages(history: History, run: str, topic: Topic) -> AsyncIterator[M
             yield record.message()
 
 
-async def _upper_estimates(history: History, run: str) -> dict[str, int]:
-    """Upper length estimates by group; the last one if a group was ordered again."""
-    found: dict[str, int] = {}
+async def _read_orders(history: History, run: str) -> tuple[dict[str, int], dict[int, float]]:
+    """Upper length estimates by group, the last one if a group was ordered again; and ``WorkOrder.decided``."""
+    upper: dict[str, int] = {}
+    decided: dict[int, float] = {}
     async for message in _messages(history, run, WORK_ORDERS):
         if isinstance(message, WorkOrder):
             # A group has one estimate for all its samples.
-            found[message.group_id] = message.estimate.upper
-    return found
+            upper[message.group_id] = message.estimate.upper
+            decided |= message.decided or ()
+    return upper, decided
 
 
 async def _workers(

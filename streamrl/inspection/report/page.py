@@ -19,6 +19,7 @@ from streamrl.inspection.report.figures import GROUPS, Figure, Value, common_lev
 from streamrl.inspection.report.headline import MOST_CHANGES, changed_settings, headline_of, setup_of, tiles_of
 from streamrl.inspection.report.pairing import paired_differences, shown_p
 from streamrl.inspection.report.record import RunRecord
+from streamrl.inspection.report.values import value_charts
 from streamrl.observability.run_state.aggregates import ENDS
 from streamrl.settings.differences import ABSENT, PER_RUN_SETTINGS, differing, value_text
 
@@ -138,6 +139,7 @@ def _shared(records: Sequence[RunRecord]) -> dict[str, Any]:
         "lengths": lengths,
         "order": order_over_time(records),
         "marks": [{"run": number, **mark} for number, record in enumerate(records) for mark in marks(record)],
+        "values": value_charts(records),
     }
     # Runs of different lengths have different strides. A stride of 1 needs no note.
     strides = sorted({each["stride"] for each in data["runs"]} - {1})
@@ -150,6 +152,7 @@ def _shared(records: Sequence[RunRecord]) -> dict[str, Any]:
         "has_timeline": any(each["lanes"] for each in timelines),
         "has_shares": any(each["bars"] for each in bars),
         "has_staleness": bool(ages),
+        "has_values": any(record.facts.topics and record.facts.topics.value for record in records),
         "lengths": [_length_values(number, record) for number, record in enumerate(records) if _has_lengths(record)],
         "timeline_notes": _notes(records),
         "missing": _missing(records),
@@ -172,6 +175,7 @@ def _single(record: RunRecord) -> dict[str, Any]:
         "figures": _grouped(figure_rows([figures_of(record)])),
         "evaluated": side_by_side(record.facts.evaluated),
         "samples": {moment: rows for moment, rows in samples.items() if rows},
+        "rare": topics.value.rare if topics and topics.value else (),
         "environment": record.facts.environment,
     }
 
@@ -226,6 +230,7 @@ def _compared(records: Sequence[RunRecord], level: float | None) -> dict[str, An
         "differing": {"settings": differing_settings(records), "environment": differing_environment(records)},
         "evaluated": [],
         "samples": {},
+        "rare": (),
         "environment": {},
     }
 

@@ -63,6 +63,42 @@ class LengthFacts(_Part):
     windows: tuple[tuple[float, float | None, float | None], ...] = ()
 
 
+class PromptAsked(_Part):
+    """A prompt that is ordered with a low probability, and why.
+
+    ``predicted``: the chance that all samples of its next group earn the same. ``alike``: the prompts that the
+    prediction started from. Of its ``groups``, ``equal`` had no advantage; ``reward``: their mean reward.
+    """
+
+    prompt_id: str
+    probability: float
+    predicted: float
+    alike: str
+    groups: int
+    equal: int
+    reward: float
+
+
+class ValueFacts(_Part):
+    """How often prompts were ordered, and the quality of the predictions behind that.
+
+    ``predicted`` and ``observed``: share of the groups without advantage. ``error``: the mean distance of predictions
+    from what happened. ``cells``: (mean prediction, observed share, groups) by range of predictions. ``windows``:
+    (time, mean prediction, observed share), each of equally many groups. Of ``decided`` prompts, ``passed_over`` were
+    not ordered. ``rare``: the prompts with the lowest probabilities.
+    """
+
+    groups: int
+    predicted: float
+    observed: float
+    error: float
+    cells: tuple[tuple[float, float, int], ...]
+    windows: tuple[tuple[float, float, float], ...] = ()
+    decided: int = 0
+    passed_over: int = 0
+    rare: tuple[PromptAsked, ...] = ()
+
+
 class SampleText(_Part):
     """A trajectory for people to read, with texts cut to a few thousand characters."""
 
@@ -99,6 +135,7 @@ class TopicDigest(_Part):
     ends: dict[int, int] = {}
     workers: dict[str, WorkerActivity] = {}
     lengths: LengthFacts | None = None
+    value: ValueFacts | None = None
     staleness: dict[int, int] = {}
     marks: tuple[RunMark, ...] = ()
     rewards: dict[str, tuple[float, float]] = {}

@@ -28,6 +28,8 @@ class TrajectorySummary(NamedTuple):
     ``reward``: its total reward; None if there is none. ``oldest`` and ``newest``: weights of its tokens. ``policy``:
     the arm of a split whose weights they are; empty for the served policy. ``aged_from``: number of the served version
     from which its age counts. ``solved``: whether its rewards are full: 1 for each with a weight above 0, or more.
+    ``chance``: probability, predicted chance of no advantage, and name of the prompts that are alike, as in
+    ``OrderingChance``.
     """
 
     trajectory_id: str
@@ -48,6 +50,7 @@ class TrajectorySummary(NamedTuple):
     policy: str
     aged_from: int
     solved: bool
+    chance: tuple[float, float, str] | None = None
 
 
 def summary_of(record: Record, reward_weights: Mapping[str, float]) -> TrajectorySummary | None:
@@ -73,22 +76,29 @@ def summary_of(record: Record, reward_weights: Mapping[str, float]) -> Trajector
             newest=max(versions),
             finish_reason=_name(fields["finish_reason"]),
             completion=_preview(text_prefix(Trajectory, "completion_text", fields, body, PREVIEW + 1)),
-            started_at=_time(fields["started_at"]),
-            finished_at=_time(fields["finished_at"]),
+            started_at=_number(fields["started_at"]),
+            finished_at=_number(fields["finished_at"]),
             partition=record.partition,
             offset=record.offset,
             policy=policy,
             aged_from=(admitted if policy else min(versions)).number,
             solved=_is_full(fields["rewards"], reward_weights),
+            chance=_chance(fields.get("chance")),
         )
     # A foreign header may fail in any of these ways: then the record is not shown.
     except (WireError, KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
 
 
+def _chance(given: Mapping[str, Any] | None) -> tuple[float, float, str] | None:
+    if given is None:
+        return None
+    return _number(given["probability"]), _number(given["zero_advantage"]), _name(given["alike"])
+
+
 def _total(rewards: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
     total = total_reward(rewards, weights)
-    return None if total is None else _time(total)
+    return None if total is None else _number(total)
 
 
 def _is_full(rewards: Mapping[str, float | None], weights: Mapping[str, float]) -> bool:
@@ -98,7 +108,7 @@ def _is_full(rewards: Mapping[str, float | None], weights: Mapping[str, float]) 
     return total is not None and full > 0 and total >= full - ROUNDING
 
 
-def _time(value: Any) -> float:
+def _number(value: Any) -> float:
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"expected a number, got {value!r}")
     return float(value)

@@ -13,6 +13,7 @@ from streamrl.inspection.report.gathering import gather_topics
 from streamrl.inspection.report.record import RunFacts, write_facts
 from streamrl.schemas.reports import StepReport
 from streamrl.schemas.topics import STEPS, TRAJECTORIES
+from streamrl.schemas.trajectories import OrderingChance, Trajectory, WorkOrder
 from streamrl.settings.run_directory import RunDirectory
 from tests.observability.run_state.made_up_run import Happening, MadeUpRun
 from tests.observability.run_state.writing import append, topics_of
@@ -48,15 +49,20 @@ class Recorded:
         return BusHistory(self.bus)
 
 
-def record_run(path: Path, *, seed: int = 1, seconds: float = 60.0, completion: str | None = None) -> Recorded:
-    """A run of so many seconds. ``completion``: a text that every completion ends with."""
+def record_run(
+    path: Path, *, seed: int = 1, seconds: float = 60.0, completion: str | None = None, has_values: bool = False
+) -> Recorded:
+    """A run of so many seconds.
+
+    ``completion``: a text that every completion ends with; ``has_values``: it ordered prompts by their values.
+    """
     directory, name = RunDirectory(path), path.name
     directory.create()
     directory.config.write_text(CONFIG.format(name=name, seed=seed))
     bus, reports, adopted = topics_of(name), [], dict[str, list[str]]()
     made = MadeUpRun(BEGIN, seed=seed, workers=3)
     for happening in itertools.takewhile(lambda each: each.at < BEGIN + seconds, made.happenings()):
-        append(bus, name, _with_text(happening, completion))
+        append(bus, name, _with_values(_with_text(happening, completion), has_values=has_values))
         if happening.topic is STEPS and isinstance(happening.message, StepReport):
             reports.append(happening.message)
         for worker, version in made.held.items():
@@ -86,6 +92,19 @@ def _with_text(happening: Happening, completion: str | None) -> Happening:
     if completion is None or happening.topic is not TRAJECTORIES:
         return happening
     return happening._replace(message=happening.message.model_copy(update={"completion_text": completion}))
+
+
+def _with_values(happening: Happening, *, has_values: bool) -> Happening:
+    message = happening.message
+    if not has_values or not isinstance(message, Trajectory | WorkOrder):
+        return happening
+    number = int(message.group_id.split("/")[1])
+    chance = OrderingChance(probability=0.25 if number % 2 else 1.0, zero_advantage=0.4, alike="toy/13")
+    changes: dict[str, object] = {"chance": chance}
+    if isinstance(message, WorkOrder):
+        # As if a second prompt was passed over before each.
+        changes["decided"] = ((2 * number, 0.0), (2 * number + 1, chance.probability))
+    return happening._replace(message=message.model_copy(update=changes))
 
 
 def _adopted(at: float, version: int, worker: str) -> str:

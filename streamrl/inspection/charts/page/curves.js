@@ -5,6 +5,7 @@ import { short, span } from "./words.js";
 
 const AXES = {
   step: { incrs: WHOLE, values: (_chart, ticks) => ticks.map(short), named: (at) => `step ${at}` },
+  share: { incrs: [0.05, 0.1, 0.2, 0.5], values: (_chart, ticks) => ticks.map(short), named: (at) => `predicted ${short(at)}` },
   time: { incrs: TIMES, values: moments, named: (at) => `after ${span(at)}` },
 };
 

@@ -37,6 +37,7 @@ function drawn({ run, name, at, y }, number, over, title) {
 for (const group of DATA.curves) place("curves").append(el("h3", { class: "group" }, group.title), el("div", { class: "grid" }, ...group.curves.map(figure)));
 for (const { run, cells } of DATA.lengths) lengths(place(`lengths-${run}`), cells, { label: place(`lengths-${run}`).dataset.said, height: 300 });
 if (place("length-order")) place("length-order").append(...DATA.order.map(figure));
+if (place("values")) place("values").append(...DATA.values.map(figure));
 if (place("staleness")) ages(place("staleness"), named(DATA.staleness).map((each) => ({ ...each, hue: hue(each.run) })), { label: "Staleness of trained trajectories", height: HEIGHT });
 if (place("timeline")) new Timeline(place("timeline"), named(DATA.timelines).filter((run) => run.lanes.length));
 if (place("shares")) shareBars(place("shares"), named(DATA.shares));
