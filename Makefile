@@ -133,6 +133,9 @@ bench-gpu: .venv/ready-test  ## measure trainer and engines on a GPU with models
 bench-smollm2: .venv/ready-test  ## measure what SmolLM2-135M-Instruct learns in minutes on this machine (ARGS="--minutes 15")
 	.venv/bin/python -m benchmarks.smollm2 $(ARGS)
 
+bench-value: .venv/ready-test  ## measure the tokens to the same held-out reward with and without dispatch.value (ARGS="--seeds 0 --cases on")
+	.venv/bin/python -m benchmarks.value $(ARGS)
+
 bench-weights: .venv/ready-test  ## measure what new weights cost the trainer, the network and the workers, for each transfer method
 	.venv/bin/python -m benchmarks.weights $(ARGS)
 
