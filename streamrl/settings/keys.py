@@ -154,6 +154,9 @@ REMOVED = {
     "scaling": "a worker leaves if, for 3 steps, generation without it would take 15 % less time than training",
     # [sender]
     "sender.timeout_s": "always 60 s",
+    # [telemetry]
+    "telemetry.endpoint": "OpenTelemetry's variable OTEL_EXPORTER_OTLP_ENDPOINT names the collector",
+    "telemetry.sample_ratio": "OpenTelemetry's variable OTEL_TRACES_SAMPLER_ARG gives the share of traces",
     # [training]
     "training.adam_epsilon": "always 1e-8",
     "training.on_checkpoint_failure": "the trainer always exits if a checkpoint cannot be written",

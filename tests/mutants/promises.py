@@ -4,7 +4,43 @@ from tests.mutants.mutant import Mutant
 
 TRAINING = "tests/consumers/training"
 
+VALUE = "tests/producers/value"
+
 PROMISES = (
+    # Prompts that failed often enough are never ordered again, also when the policy could solve them.
+    Mutant(
+        "63",
+        "exploration of prompts falls to nothing",
+        "producers/value/estimates.py",
+        "return max(LEAST_PROBABILITY, min(1.0, (value / max(high, _EDGE)) ** SHARPNESS))",
+        "return max(_EDGE, min(1.0, (value / max(high, _EDGE)) ** SHARPNESS))",
+        (
+            f"{VALUE}/test_estimates.py::test_every_prompt_keeps_a_chance",
+            f"{VALUE}/test_estimates.py::"
+            "test_a_prompt_that_failed_in_every_group_is_ordered_with_the_least_probability",
+        ),
+    ),
+    # Whoever weighs samples by the inverse of the recorded probability gets a bias.
+    Mutant(
+        "64",
+        "the recorded probability is not the one that decides",
+        "producers/value/estimates.py",
+        ".random() < probability, chance)",
+        ".random() < probability / 2, chance)",
+        (
+            f"{VALUE}/test_estimates.py::test_recorded_probability_decides",
+            f"{VALUE}/test_estimates.py::test_the_share_of_positions_that_are_ordered_is_the_recorded_probability",
+        ),
+    ),
+    # The same, of prompts that a killed dispatcher had chosen and not sent.
+    Mutant(
+        "64b",
+        "a restarted dispatcher decides again",
+        "producers/dispatch/state.py",
+        "                self._decided_before[position] = probability\n",
+        "                pass\n",
+        (f"{VALUE}/test_chooser.py::test_after_every_crash_no_position_is_decided_twice_or_left_out",),
+    ),
     # Held-out rewards that raise are scored as 0 without a message.
     Mutant(
         "62",

@@ -67,7 +67,7 @@ def find(folder: Path, name: str) -> tuple[list[ExportedSpan], list[list[Exporte
     if not spans:
         raise UserError(
             f"expected a trajectory, a group, a request or a trace id in {folder}, got {name!r}; an example of a name "
-            "is chain_sum/0/0/3; with telemetry.sample_ratio below 1 not every group is traced"
+            "is chain_sum/0/0/3; with OTEL_TRACES_SAMPLER_ARG below 1 not every group is traced"
         )
     return spans, [_of(folder, step) for step in linked_traces(spans)]
 

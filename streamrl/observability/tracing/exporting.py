@@ -46,10 +46,8 @@ def open_exporting(settings: TelemetrySettings, run_path: Path, role: str, proce
     # imported here: with traces in files, neither this package nor its HTTP client is needed
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-    # the exporter uses the URL unchanged; None leaves it to OpenTelemetry's own environment variables
-    base = settings.endpoint
-    url = None if base is None else base if base.endswith("/v1/traces") else f"{base.rstrip('/')}/v1/traces"
-    return Exporting(OTLPSpanExporter(endpoint=url, timeout=TIMEOUT_S), url or "OTLP", run_path.name, role, process)
+    # OpenTelemetry's own environment variables name the collector
+    return Exporting(OTLPSpanExporter(timeout=TIMEOUT_S), "OTLP", run_path.name, role, process)
 
 
 class Exporting:

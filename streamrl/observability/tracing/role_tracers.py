@@ -30,7 +30,7 @@ from streamrl.observability.tracing.context import (
     trace_id_of,
 )
 from streamrl.observability.tracing.observer import OutgoingTrace, RoleTracer, StoredRecord, TracingObserver
-from streamrl.observability.tracing.settings import TelemetrySettings
+from streamrl.observability.tracing.settings import TelemetrySettings, sampled_share
 from streamrl.observability.tracing.worker_tracer import ReceivedContext, TracedEngine, WorkerTracer
 from streamrl.producers.generation.engines.port import Engine
 from streamrl.schemas.codec import Headers, decode
@@ -91,7 +91,7 @@ def open_tracing(
 
     exporting = open_exporting(settings, run_path, role, process)
     try:
-        yield tracing_of(role, process, run_name, settings.sample_ratio, exporting.record, logged, open_tracer)
+        yield tracing_of(role, process, run_name, sampled_share(), exporting.record, logged, open_tracer)
     finally:
         exporting.close()
 

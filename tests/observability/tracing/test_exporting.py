@@ -15,7 +15,8 @@ from streamrl.bus.embedded.node import free_ports
 from streamrl.observability.tracing import exporting as room
 from streamrl.observability.tracing.context import SpanContext, TraceSpan
 from streamrl.observability.tracing.exporting import Exporting, open_exporting
-from streamrl.observability.tracing.settings import TelemetrySettings
+from streamrl.observability.tracing.settings import RATIO, TelemetrySettings, sampled_share
+from streamrl.schemas.errors import SettingsError
 from tests.progress import calm_s
 
 ROOT, CHILD, OTHER = SpanContext(0xA, 0xB), SpanContext(0xA, 0xC), SpanContext(0xD, 0xE)
@@ -61,8 +62,19 @@ def collector() -> Iterator[Collector]:
 def opened(tmp_path: Path, port: int | None = None) -> Exporting:
     if port is None:
         return open_exporting(TelemetrySettings(traces="file"), tmp_path / "demo", "worker", "worker-1")
-    settings = TelemetrySettings(traces="otlp", endpoint=f"http://127.0.0.1:{port}")
-    return open_exporting(settings, tmp_path / "demo", "worker", "worker-1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+        return open_exporting(TelemetrySettings(traces="otlp"), tmp_path / "demo", "worker", "worker-1")
+
+
+def test_a_share_of_the_traces_is_recorded_if_opentelemetrys_variable_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RATIO, raising=False)
+    assert sampled_share() == 1.0
+    monkeypatch.setenv(RATIO, "0.25")
+    assert sampled_share() == 0.25
+    monkeypatch.setenv(RATIO, "many")
+    with pytest.raises(SettingsError, match=f"from 0 to 1 in the environment variable {RATIO}, got 'many'"):
+        sampled_share()
 
 
 def test_a_collector_gets_the_spans_over_http(tmp_path: Path, collector: Collector) -> None:

@@ -95,7 +95,7 @@ async def test_one_trace_goes_around_the_loop_on_kafka(run: str, bootstrap_serve
 
 
 async def test_unsampled_traces_leave_no_header_and_no_span(run: str, memory_bus: MemoryBus, tmp_path: Path) -> None:
-    loop = TracedLoop(memory_bus, settings(run, sample_ratio=0.0))
+    loop = TracedLoop(memory_bus, settings(run), ratio=0.0)
     records = await loop.play(tmp_path)
     assert loop.spans == []
     for record in records.values():
@@ -104,7 +104,7 @@ async def test_unsampled_traces_leave_no_header_and_no_span(run: str, memory_bus
 
 async def test_the_dispatcher_alone_decides_what_is_sampled(run: str, memory_bus: MemoryBus, tmp_path: Path) -> None:
     """Others follow the header, whatever ratio they were started with."""
-    loop = TracedLoop(memory_bus, settings(run), others=settings(run, sample_ratio=0.0))
+    loop = TracedLoop(memory_bus, settings(run), others=0.0)
     assert_one_trace(loop, await loop.play(tmp_path))
 
 

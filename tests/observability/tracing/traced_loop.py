@@ -26,13 +26,13 @@ from tests.schemas.examples import examples, trajectory, work_order
 VERSION = PolicyVersion(2, 4)
 
 
-def settings(run: str, **telemetry: object) -> Settings:
+def settings(run: str) -> Settings:
     return validated(
         {
             "run": {"name": run},
             "model": {"path": "m"},
             "data": {"path": "p.jsonl"},
-            "telemetry": {"traces": "file", **telemetry},
+            "telemetry": {"traces": "file"},
         }
     )
 
@@ -47,20 +47,20 @@ class Role:
 
 @dataclass
 class TracedLoop:
-    """``spans``: of all roles. ``others``: settings of all but the dispatcher, if they have their own."""
+    """``spans``: of all roles. ``ratio``: the share that the dispatcher traces; ``others``: that of all other roles."""
 
     bus: Bus
     settings: Settings
-    others: Settings | None = None
+    ratio: float = 1.0
+    others: float = 1.0
     spans: list[TraceSpan] = field(default_factory=list)
     logged: LoggedTraces = field(default_factory=LoggedTraces)
 
     def role(self, name: str) -> Role:
         """A traced role."""
-        chosen = self.settings if name == "dispatcher" or self.others is None else self.others
         process = "worker-1" if name == "worker" else name
-        ratio = chosen.telemetry.sample_ratio
-        tracing = tracing_of(name, process, chosen.run.name, ratio, self.spans.append, self.logged)
+        ratio = self.ratio if name == "dispatcher" else self.others
+        tracing = tracing_of(name, process, self.settings.run.name, ratio, self.spans.append, self.logged)
         assert tracing is not None
         engine = tracing.around(FakeEngine(version=VERSION, started=True))
         return Role(observed(self.bus, tracing.observer), engine)

@@ -141,7 +141,7 @@ def test_secrets_are_never_parsed_as_toml(text: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     "argument",
-    [f"--telemetry.endpoint=https://me:{CANARY}@h:1", f"--training.checkpoint_location=s3://me:{CANARY}@bucket/x"],
+    [f"--training.checkpoint_location=s3://me:{CANARY}@bucket/x"],
 )
 def test_an_address_takes_no_password_since_it_is_shown(argument: str) -> None:
     with pytest.raises(SettingsError, match="expected a URL without a user or password") as caught:
