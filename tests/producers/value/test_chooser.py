@@ -14,6 +14,7 @@ from streamrl.schemas.reports import SkipReason
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import TRAJECTORIES, WORK_ORDERS
 from streamrl.schemas.trajectories import WorkOrder
+from tests.fakes import messages
 from tests.fakes.topics import create_topics, records_of, send
 from tests.producers.dispatch.dispatcher_harness import RUN, CountedSource, DispatcherHarness, trajectory
 
@@ -166,6 +167,21 @@ async def test_another_runs_history_is_used_from_the_start() -> None:
     await run.train(6)
     await run.harness.end()
     assert run.hard_share(run.harness.orders()) < 0.3
+
+
+async def test_a_start_reads_a_bounded_number_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    bus = MemoryBus()
+    create_topics(bus, "r", LOOP.trajectory_partitions)
+    for number in range(40):
+        for sample in range(2):
+            message = messages.trajectory(f"d/{number}/0", sample)
+            await send(bus, "r", TRAJECTORIES, message, message.group_id, number % 2)
+    for limit, value, most in (("MAX_RECORDS", 20, 10), ("MAX_BYTES", 20_000, 39), ("MAX_RECORDS", 1000, 40)):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"streamrl.producers.value.chooser.{limit}", value)
+            chooser = ValuedPrompts({}, 2, 0)
+            await chooser.recall(bus, "r", lambda: None)
+            assert 0 < chooser.values.prompts <= most
 
 
 async def test_an_earlier_run_that_the_broker_does_not_have_is_refused() -> None:

@@ -89,7 +89,8 @@ def samples_of(drawn: Drawn) -> list[Trajectory]:
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(GROUPS, st.integers(0, 400))
 def test_every_prompt_keeps_a_chance(drawn: Drawn, step: int) -> None:
-    known = values(*mixed(100), samples_of(drawn))
+    failed = [group(7, (0.0,) * SAMPLES, data_pass=number, step=step) for number in range(4)]
+    known = values(*mixed(100), *failed, samples_of(drawn))
     for number in range(8):
         chance = chance_of(known, number, step)
         assert LEAST_PROBABILITY <= chance.probability <= 1.0
