@@ -223,7 +223,8 @@ def alike_name(prompt: Prompt) -> str:
 
 def ordering_probability(value: float, high: float) -> float:
     """The probability with which a prompt of this value is ordered, if ``high`` is a high value among prompts."""
-    return max(LEAST_PROBABILITY, min(1.0, (value / max(high, _EDGE)) ** SHARPNESS))
+    relative = min(1.0, value / max(high, _EDGE))
+    return max(LEAST_PROBABILITY, math.pow(relative, SHARPNESS))
 
 
 def closeness(steps: float) -> float:

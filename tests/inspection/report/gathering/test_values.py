@@ -18,7 +18,7 @@ def group(
     version, name, at = PolicyVersion(1, 0), f"d/{number}/0", float(number)
     return [
         TrajectorySummary(
-            f"{name}/{n}", name, "w", 0, 1, 1, reward, version, version, "stop", "", at, at, 0, 0, "", 0, chance
+            f"{name}/{n}", name, "w", 0, 1, 1, reward, version, version, "stop", "", at, at, 0, 0, "", 0, False, chance
         )
         for n, reward in enumerate(rewards)
     ]
