@@ -9,11 +9,11 @@ VALUE = "tests/producers/value"
 PROMISES = (
     # Prompts that failed often enough are never ordered again, also when the policy could solve them.
     Mutant(
-        "63",
+        "75",
         "exploration of prompts falls to nothing",
         "producers/value/estimates.py",
-        "return max(LEAST_PROBABILITY, min(1.0, (value / max(high, _EDGE)) ** SHARPNESS))",
-        "return max(_EDGE, min(1.0, (value / max(high, _EDGE)) ** SHARPNESS))",
+        "return max(LEAST_PROBABILITY, math",
+        "return max(_EDGE, math",
         (
             f"{VALUE}/test_estimates.py::test_every_prompt_keeps_a_chance",
             f"{VALUE}/test_estimates.py::"
@@ -22,7 +22,7 @@ PROMISES = (
     ),
     # Whoever weighs samples by the inverse of the recorded probability gets a bias.
     Mutant(
-        "64",
+        "75b",
         "the recorded probability is not the one that decides",
         "producers/value/estimates.py",
         ".random() < probability, chance)",
@@ -34,7 +34,7 @@ PROMISES = (
     ),
     # The same, of prompts that a killed dispatcher had chosen and not sent.
     Mutant(
-        "64b",
+        "75c",
         "a restarted dispatcher decides again",
         "producers/dispatch/state.py",
         "                self._decided_before[position] = probability\n",
