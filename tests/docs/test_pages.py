@@ -198,7 +198,7 @@ KILOBYTES = {
     "docs/emulation.md": 9,
     "docs/environments.md": 4.6,
     "docs/gateway.md": 8,
-    "docs/gpu.md": 5.5,
+    "docs/gpu.md": 5.6,
     "docs/graders.md": 3.5,
     "docs/index.md": 3,
     "docs/instances.md": 9,
