@@ -83,6 +83,36 @@ def require_weights(path: str | Path) -> list[str]:
     return unused
 
 
+FIRST_ROWS = 16
+"""Rows of a matrix that are looked at: one of them may be zero, as a padding token's embedding is."""
+
+
+def weight_faults(path: str | Path) -> list[str]:
+    """What is wrong with the values of a model's tensors, each fault with the name of a tensor that has it.
+
+    Reads the first rows of each matrix in the directory's files: enough for a file that was never filled, or saved in
+    another format. A hub's name is not looked at: that would download the model.
+    """
+    found: dict[str, list[str]] = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - no mapping
+                if fault := _fault_of(tensors.get_slice(name)):
+                    found.setdefault(fault, []).append(name)
+    return [f"{fault} ({len(names)} tensors, such as {names[0]})" for fault, names in found.items()]
+
+
+def _fault_of(tensor: Any) -> str:
+    if len(tensor.get_shape()) < 2:  # norms and biases may be zero
+        return ""
+    rows = tensor[:FIRST_ROWS]
+    if not rows.is_floating_point():
+        return "weights are whole numbers, as quantised ones are, which cannot be trained"
+    if not bool(rows.float().isfinite().all()):
+        return "weights are NaN or infinite"
+    return "" if bool(rows.any()) else "weights are zero"
+
+
 def _loaded(path: str | Path, **options: Any) -> tuple[Any, list[str]]:
     """The model, and the names of the tensors in its files that it has no place for."""
     transformers_logging.disable_progress_bar()

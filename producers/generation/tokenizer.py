@@ -161,6 +161,21 @@ class ModelTokenizer:
             **self._chat_template_kwargs,
         )
 
+    def opens_turn(self, prompt: Prompt) -> bool:
+        """Whether the chat template adds something after a conversation's last turn, for the model's own turn.
+
+        Raises:
+            Exception: the template may raise any exception.
+        """
+        turns = [turn.model_dump() for turn in prompt.content if not isinstance(turn, str)]
+        closed, opened = (
+            self._tokenizer.apply_chat_template(
+                turns, add_generation_prompt=opens, tokenize=False, **self._chat_template_kwargs
+            )
+            for opens in (False, True)
+        )
+        return bool(closed != opened)
+
     def decoder_for(self, sampling: SamplingParams) -> Decode:
         """The decoder of the text in which stop strings are found, and which rewards see.
 

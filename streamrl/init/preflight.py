@@ -16,7 +16,7 @@ from streamrl.bus.embedded.jars import KAFKA_VERSION, MEGABYTE, missing_jars
 from streamrl.bus.embedded.runtime import cache_root, find_java
 from streamrl.bus.kafka.topic_admin import diff_topics
 from streamrl.consumers.training.checkpoints.storage import REMOTE, open_storage
-from streamrl.consumers.training.model import require_weights, resolve_device
+from streamrl.consumers.training.model import require_weights, resolve_device, weight_faults
 from streamrl.consumers.training.settings import TrainingSettings
 from streamrl.deploy.local.task_check import (
     REWARD_ROWS,
@@ -73,6 +73,7 @@ def dry_run(settings: Settings, report: Report) -> int:
     size = 0 if emulated else _model(checklist, settings, tokenizer, prompts if first else None)
     if first and tokenizer is not None:
         checklist.run("tokenizer", lambda: check_rendering(tokenizer, first))
+        checklist.run("tokenizer", lambda: check_next_turn(tokenizer, first))
         checklist.run("rewards", lambda: check_opening(settings, tokenizer, first))
     if first and not emulated:
         checklist.run("rewards", lambda: check_rewards(settings, first, tokenizer, checklist.show))
@@ -88,6 +89,7 @@ def _model(
     facts = checklist.attempt("model", lambda: read_model(settings))
     if facts is not None:
         checklist.run("model", lambda: check_model(facts, settings.model.path))
+        checklist.run("model", lambda: check_weights(settings))
         checklist.run("model", lambda: check_tokens(settings, facts))
     if facts is not None and tokenizer is not None:
         checklist.run("tokenizer", lambda: check_context(settings, tokenizer, facts))
@@ -177,6 +179,16 @@ def check_model(facts: ModelFacts, path: str) -> Check:
     return Check("model", "note" if unused else "ok", f"{kind}; a completion ends at {facts.ends}")
 
 
+def check_weights(settings: Settings) -> list[Check]:
+    """A failure for each kind of weights that cannot be trained, and a note on a learning rate that never warms up."""
+    checks = [Check("model", "fail", f"{settings.model.path}: {fault}") for fault in weight_faults(settings.model.path)]
+    warm_up, last = settings.training.warmup_steps, settings.training.max_steps
+    if warm_up >= last:
+        detail = f"training.warmup_steps = {warm_up} is not below training.max_steps = {last}"
+        checks.append(Check("training", "note", f"{detail}: the learning rate never reaches its value"))
+    return checks
+
+
 def check_tokens(settings: Settings, facts: ModelFacts) -> list[Check]:
     """Notes on a model without an end, on a tokenizer that is larger than the model, and on too long a context."""
     notes = [] if facts.ends.ids or settings.loop.stop else [never_ends(settings)]
@@ -230,6 +242,15 @@ def check_rendering(tokenizer: ModelTokenizer, prompts: Sequence[Prompt]) -> lis
     name, text, rendered = changed[0]
     detail = f"{len(changed)} of {len(prompts)} prompts are changed by the tokenizer or its chat template"
     return [Check("tokenizer", "note", f"{detail}, first {name}: {cut(text)} becomes {cut(rendered)}")]
+
+
+def check_next_turn(tokenizer: ModelTokenizer, prompts: Sequence[Prompt]) -> list[Check]:
+    """A note if the chat template does not open the assistant's turn, so that the model may continue the user's."""
+    chats = [(prompt, prompt.content) for prompt in prompts if not isinstance(prompt.content, str)]
+    if not chats or chats[0][1][-1].role == "assistant" or tokenizer.opens_turn(chats[0][0]):
+        return []
+    detail = "the chat template adds nothing for the assistant's turn (add_generation_prompt)"
+    return [Check("tokenizer", "note", f"{detail}: the model continues the last turn, or opens its own")]
 
 
 def check_lengths(

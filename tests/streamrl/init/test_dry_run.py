@@ -1,6 +1,7 @@
 """The checklist of the dry run on a real model: each check alone, and all together."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from streamrl.init.preflight import (
     check_engine,
     check_lengths,
     check_model,
+    check_next_turn,
     check_precision,
     check_prompts,
     check_rendering,
     check_storage,
     check_tokens,
+    check_weights,
     dry_run,
     read_model,
     read_tokenizer,
@@ -82,6 +85,45 @@ def test_tensors_that_the_model_has_no_place_for_are_noted(model: Path, tmp_path
     note = check_model(read_model(settings_of(other, tmp_path)), str(other))
     assert note.state == "note"
     assert "it has no place for 1 tensors of its files, such as model.layers.7.norm: look at config" in note.detail
+
+
+@pytest.mark.parametrize(
+    ("broken", "fault"),
+    [
+        (lambda tensor: tensor * float("nan"), "weights are NaN or infinite"),
+        (torch.zeros_like, "weights are zero"),
+        (
+            lambda tensor: tensor.to(torch.int8),
+            "weights are whole numbers, as quantised ones are, which cannot be trained",
+        ),
+    ],
+)
+def test_weights_that_cannot_be_trained_fail(
+    broken: Callable[[torch.Tensor], torch.Tensor], fault: str, model: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(model, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    name = next(name for name, tensor in tensors.items() if tensor.dim() == 2 and "proj" in name)
+    save_file({**tensors, name: broken(tensors[name])}, other / "model.safetensors", {"format": "pt"})
+    (check,) = check_weights(settings_of(other, tmp_path))
+    assert (check.state, check.detail) == ("fail", f"{other}: {fault} (1 tensors, such as {name})")
+    assert check_weights(settings_of(model, tmp_path)) == []
+
+
+def test_a_warm_up_that_never_ends_is_noted(model: Path, tmp_path: Path) -> None:
+    settings = settings_of(model, tmp_path)
+    training = settings.training.model_copy(update={"warmup_steps": 20, "max_steps": 20})
+    (note,) = check_weights(settings.model_copy(update={"training": training}))
+    assert note.detail.startswith("training.warmup_steps = 20 is not below training.max_steps = 20")
+
+
+def test_a_template_that_does_not_open_the_models_turn_is_noted(model: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(model, tmp_path / "other")
+    body = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    prompts = [Prompt(prompt_id="p/0", dataset="d", content=[{"role": "user", "content": "1+1"}])]  # type: ignore[list-item]
+    for end, count in (("", 1), ("{% if add_generation_prompt %}assistant: {% endif %}", 0)):
+        (other / "chat_template.jinja").write_text(body + end)
+        assert len(check_next_turn(read_tokenizer(settings_of(other, tmp_path)), prompts)) == count
 
 
 def test_ends_are_shown_and_a_model_without_one_is_noted(model: Path, tmp_path: Path) -> None:
