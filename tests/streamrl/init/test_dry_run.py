@@ -120,7 +120,7 @@ def test_a_warm_up_that_never_ends_is_noted(model: Path, tmp_path: Path) -> None
 def test_a_template_that_does_not_open_the_models_turn_is_noted(model: Path, tmp_path: Path) -> None:
     other = shutil.copytree(model, tmp_path / "other")
     body = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    prompts = [Prompt(prompt_id="p/0", dataset="d", content=[{"role": "user", "content": "1+1"}])]  # type: ignore[list-item]
+    prompts = [Prompt(prompt_id="p/0", dataset="d", content=[{"role": "user", "content": "1+1"}])]
     for end, count in (("", 1), ("{% if add_generation_prompt %}assistant: {% endif %}", 0)):
         (other / "chat_template.jinja").write_text(body + end)
         assert len(check_next_turn(read_tokenizer(settings_of(other, tmp_path)), prompts)) == count
