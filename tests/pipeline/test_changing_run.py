@@ -66,7 +66,7 @@ async def a_worker_joins_by_hand_and_leaves(run: LocalRun, servers: str) -> None
         [*CLI, "worker", config, "--id", "by-hand", broker], stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
     )
     try:
-        run.wait_until(lambda: "by-hand@1-" in run.text(), "worker by hand in the display")
+        run.wait_until(lambda: "  2 workers" in run.text(), "worker by hand in the display")
         seen = run.steps()
         run.wait_until(lambda: run.steps() >= seen + 8, "further steps")
         async with patience(PATIENCE_S):

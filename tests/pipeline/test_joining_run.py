@@ -55,7 +55,7 @@ def test_a_worker_and_a_gateway_join_a_run_by_its_name_alone(tmp_path: Path, mon
         # The gateway's directory is another one than the run's, whose relative paths do not hold there.
         served = ["--run", str(run.directory), f"--gateway.port={port}"]
         with process(tmp_path, "worker", *join), process(elsewhere, "gateway", *served):
-            run.wait_until(lambda: "by-hand@1-" in run.text(), "worker by hand in the display")
+            run.wait_until(lambda: "  2 workers" in run.text(), "worker by hand in the display")
             run.wait_until(lambda: takes_requests(port), "gateway by hand")
         assert not (elsewhere / "runs").exists()
     finally:
