@@ -23,7 +23,15 @@ from streamrl.consumers.training.step import PolicyLearner
 from streamrl.schemas.errors import ModelError
 from streamrl.schemas.reports import RecordRef
 from tests.consumers.training.factories import VOCABULARY
-from tests.consumers.training.test_varlen import CPU, MODELS, gradients, saved, scored
+from tests.consumers.training.test_varlen import (
+    CPU,
+    MODELS,
+    expect_no_gradient_without_a_mask,
+    gradients,
+    row_widths,
+    saved,
+    scored,
+)
 
 FLOAT32_BOUND = 1e-5
 """Relative difference of two gradients that are sums in another order."""
@@ -173,20 +181,14 @@ def test_a_token_of_a_prompt_is_computed_once_and_an_untrained_row_not_at_all(tm
     masks = batch.loss_mask.copy()
     masks[3] = 0.0
     model = load_model(saved(tmp_path, "llama"), CPU)
-    scorer, widths = open_scorer(model, TrainingSettings(packing="shared")), list[int]()
-    model.get_decoder().register_forward_pre_hook(
-        lambda _, __, inputs: widths.append(inputs["input_ids"].shape[1]), with_kwargs=True
-    )
+    scorer, widths = open_scorer(model, TrainingSettings(packing="shared")), row_widths(model)
     inputs = torch.tensor(batch.input_ids), torch.tensor(masks), torch.tensor(batch.temperatures)
     found, _ = scorer(*inputs)
     # Prompt 8, first turn and answer 5, second and answer 4; of the ends 1, 0 and 2: a last token predicts nothing.
     assert widths == [8 + 5 + 4 + 1 + 2]
     expected, _ = scored(load_model(tmp_path, CPU), replace(batch, loss_mask=masks), "padded")
     torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-5)
-    nothing, entropy = scorer(inputs[0], torch.zeros_like(inputs[1]), inputs[2])
-    assert not nothing.any()
-    assert entropy == 0
-    assert nothing.requires_grad  # so that all ranks take the same way back
+    expect_no_gradient_without_a_mask(scorer, inputs)
 
 
 def test_the_order_of_rows_and_the_number_of_threads_do_not_decide_the_bits(tmp_path: Path) -> None:

@@ -88,6 +88,23 @@ def gradients(model: Any) -> dict[str, Tensor]:
     return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
 
 
+def row_widths(model: Any) -> list[int]:
+    """The lengths of the rows that the model computes from now on."""
+    widths: list[int] = []
+    model.get_decoder().register_forward_pre_hook(
+        lambda _, __, inputs: widths.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+    return widths
+
+
+def expect_no_gradient_without_a_mask(scorer: Any, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Nothing to train gives zeros, which still have a way back. ``inputs``: token ids, mask, temperatures."""
+    nothing, entropy = scorer(inputs[0], torch.zeros_like(inputs[1]), inputs[2])
+    assert not nothing.any()
+    assert entropy == 0
+    assert nothing.requires_grad  # so that all ranks take the same way back
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_log_probs_and_gradients_equal_padded_ones(tmp_path: Path, name: str, checkpointed: bool) -> None:
@@ -153,20 +170,14 @@ def test_rows_without_a_trained_token_cost_nothing_and_change_nothing(model_path
     masked = batch.loss_mask.copy()
     masked[[1, 3]] = 0.0
     scorer = open_scorer(model := load_model(model_path, CPU), PACKED)
-    widths: list[int] = []
-    model.get_decoder().register_forward_pre_hook(
-        lambda _, __, inputs: widths.append(inputs["input_ids"].shape[1]), with_kwargs=True
-    )
+    widths = row_widths(model)
     inputs = torch.tensor(batch.input_ids), torch.tensor(masked), torch.tensor(batch.temperatures)
     found, _ = scorer(*inputs)
     # Up to the token before the last trained one, by which that is predicted.
     assert widths == [int(batch.lengths[[0, 2]].sum()) - 2]
     expected, _ = open_scorer(load_model(model_path, CPU), TrainingSettings())(*inputs)
     torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-5)
-    nothing, entropy = scorer(inputs[0], torch.zeros_like(inputs[1]), inputs[2])
-    assert not nothing.any()
-    assert entropy == 0
-    assert nothing.requires_grad  # so that all ranks take the same way back
+    expect_no_gradient_without_a_mask(scorer, inputs)
 
 
 def test_an_adapter_and_its_base_are_packed_alike(tmp_path: Path) -> None:
