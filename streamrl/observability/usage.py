@@ -18,11 +18,13 @@ from typing import Any
 
 import psutil
 
-from streamrl.observability.run_state.pace import ProcessorTime
+from streamrl.observability.run_state.pace import ProcessorTime, spent_by_all
 from streamrl.schemas.reports import GpuUsage, ResourceUsage
 
 EVERY_S = 5.0
 """Seconds for which a measurement is kept: displays need no more, and looking takes some milliseconds."""
+IDLE = ("idle", "iowait")
+"""Kinds of processor time that are not busy; that of processes at a low priority is."""
 
 ReadGpus = Callable[[], tuple[GpuUsage, ...] | None]
 """Gives the GPUs that this process sees: none, or None if it cannot be known."""
@@ -42,7 +44,7 @@ class UsageSampler:
 
     def __post_init__(self) -> None:
         """Start to measure: shares of time need a beginning."""
-        self._measured_at, self._machine = self.clock(), busy_time()
+        self._measured_at, self._machine = self.clock(), spent_by_all(IDLE)
         self._spent = {pid: spent for pid, spent, _ in self._family()}
 
     def usage(self) -> ResourceUsage | None:
@@ -53,7 +55,7 @@ class UsageSampler:
         return self._kept
 
     def _measure(self, elapsed: float) -> ResourceUsage:
-        family, machine, memory = list(self._family()), busy_time(), psutil.virtual_memory()
+        family, machine, memory = list(self._family()), spent_by_all(IDLE), psutil.virtual_memory()
         # A process that was started since has spent all of its time since.
         spent = sum(max(0.0, seconds - self._spent.get(pid, 0.0)) for pid, seconds, _ in family)
         total = machine.total - self._machine.total
@@ -78,13 +80,6 @@ class UsageSampler:
                 with suppress(psutil.Error):  # it has ended in the meantime
                     times, memory = process.cpu_times(), process.memory_info()
                     yield process.pid, times.user + times.system, memory.rss
-
-
-def busy_time() -> ProcessorTime:
-    """The times of all processors; unlike for a display's pace, time at a low priority is not free."""
-    times = psutil.cpu_times()._asdict()
-    total = sum(seconds for kind, seconds in times.items() if not kind.startswith("guest"))  # guest is in user time too
-    return ProcessorTime(sum(times.get(kind, 0.0) for kind in ("idle", "iowait")), total)
 
 
 @cache

@@ -1,7 +1,7 @@
 """How often a display looks at a run: often if processors are idle, rarely if the run needs them."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import psutil
@@ -44,8 +44,11 @@ def pace_for(free: float) -> float:
     return OFTEN_S + crowded * (SELDOM_S - OFTEN_S)
 
 
-def spent_by_all() -> ProcessorTime:
-    """The times that the system counts; a kind that it does not count is zero."""
+def spent_by_all(free: Sequence[str] = ("idle", "iowait", "nice")) -> ProcessorTime:
+    """The times that the system counts; a kind that it does not count is zero.
+
+    ``free``: the kinds that are free. For a display's pace, time at a low priority is.
+    """
     times = psutil.cpu_times()._asdict()
     total = sum(seconds for kind, seconds in times.items() if not kind.startswith("guest"))  # guest is in user time too
-    return ProcessorTime(sum(times.get(kind, 0.0) for kind in ("idle", "iowait", "nice")), total)
+    return ProcessorTime(sum(times.get(kind, 0.0) for kind in free), total)
