@@ -73,7 +73,7 @@ def existing_broker(settings: Settings, progress: Callable[[str], None]) -> str:
         raise SettingsError(
             f"expected a running broker of run {settings.run.name}, got none: the run's own broker stops with it; "
             f"continue the run with `streamrl run {directory.config}`, or start the broker alone with "
-            f"`streamrl kafka up --data-dir {directory.kafka}`"
+            f"`{directory.broker_command}`"
         )
     raise SettingsError(
         f"expected a broker of run {settings.run.name}, got no kafka.bootstrap_servers, no broker in {directory.path} "

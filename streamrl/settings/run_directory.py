@@ -1,6 +1,7 @@
 """Names the files in a run's directory, and picks a name for a run that was given none."""
 
 import re
+import shlex
 import stat
 import time
 from contextlib import suppress
@@ -129,6 +130,11 @@ class RunDirectory:
         """Data of the run's embedded broker, also for its instances; kept to read the topics after the run."""
         is_instance = self.path.parent.name == INSTANCES
         return (self.path.parent.parent if is_instance else self.path) / "kafka"
+
+    @property
+    def broker_command(self) -> str:
+        """The command that starts the run's embedded broker again, to read the topics after the run."""
+        return f"streamrl kafka up --data-dir {shlex.quote(str(self.kafka))}"
 
     @property
     def config(self) -> Path:

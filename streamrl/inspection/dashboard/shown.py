@@ -98,8 +98,7 @@ def ended_run(past: PastRun) -> ShownRun:
         DataError: a file of the run cannot be read.
     """
     advice = (
-        f"run {past.name} has ended and its broker is stopped; to look at its records: "
-        f"streamrl kafka up --data-dir {past.directory.kafka}"
+        f"run {past.name} has ended and its broker is stopped; to look at its records: {past.directory.broker_command}"
     )
 
     async def until_it_continues(stop: asyncio.Event) -> None:

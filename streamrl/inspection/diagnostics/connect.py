@@ -165,9 +165,9 @@ def _without_broker(run: Path, past: PastRun) -> str:
     if not nodes_of(past.directory):
         return problem + "name one with --bootstrap-servers"
     return (
-        f"{problem}a run's own broker stops with the run; start it again with `streamrl kafka up --data-dir "
-        f"{past.directory.kafka}`, or read the run's files with `streamrl report --run {run}`, `streamrl show ID --run "
-        f"{run}` or `streamrl audit --run {run}`"
+        f"{problem}a run's own broker stops with the run; start it again with "
+        f"`{past.directory.broker_command}`, or read the run's files with `streamrl report --run {run}`, "
+        f"`streamrl show ID --run {run}` or `streamrl audit --run {run}`"
     )
 
 

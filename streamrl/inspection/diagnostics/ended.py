@@ -10,7 +10,7 @@ from streamrl.inspection.diagnostics.connect import BrokerStopped, RunConnection
 from streamrl.inspection.diagnostics.lag import buckets_text, figure_text
 from streamrl.inspection.report.record import read_rows
 from streamrl.inspection.report.summary import LEFT_OVER, summary_lines
-from streamrl.inspection.source import PastRun, open_run
+from streamrl.inspection.source import PastRun, is_over, open_run
 from streamrl.observability.run_state.state import by_reason, lag_by_bucket
 from streamrl.schemas.errors import BusUnavailable
 from streamrl.schemas.plain_text import plain_lines
@@ -29,7 +29,8 @@ class EndedRun:
     @property
     def health(self) -> str:
         """Whether the run took its last step, or was stopped before."""
-        return "finished" if self.past.is_finished else "stopped"
+        is_finished = is_over(self.summary, self.step, self.past.settings.training.max_steps)
+        return "finished" if is_finished else "stopped"
 
     @property
     def lag(self) -> dict[int, int]:
@@ -127,7 +128,7 @@ def _status_lines(ended: EndedRun) -> Iterator[str]:
     if "lag_by_bucket" not in ended.summary:
         yield _lag_line(ended)
     yield f"figures: {ended.past.directory.summary}"
-    yield f"to look at its records: streamrl kafka up --data-dir {ended.past.directory.kafka}"
+    yield f"to look at its records: {ended.past.directory.broker_command}"
 
 
 def show_ended_lag(ended: EndedRun, *, as_json: bool) -> int:
