@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 EVERY_S = 5.0
-"""Seconds after which a step is told, and then again and again."""
+"""Seconds between two lines about the same work."""
 
 
 def print_at_once(line: str) -> None:

@@ -22,7 +22,7 @@ are hard, all are ordered. GRESO (arXiv 2506.02177) skips by a prompt's streak o
 all failed, and one of which all but one failed, differ little.
 
 Invariants:
-- every_prompt_keeps_a_chance: no probability is below ``LEAST_PROBABILITY``, whatever was seen;
+- every_prompt_keeps_a_chance: no probability is below ``LEAST_PROBABILITY``, for any history;
 - recorded_probability_decides: a prompt is ordered if a number drawn from seed and position alone is below the
   probability that its order carries. So the inverse of that probability weighs samples without bias;
 - decisions_depend_on_samples_alone: neither the order in which samples arrive nor repeats change a decision. So a

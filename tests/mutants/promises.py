@@ -20,7 +20,7 @@ PROMISES = (
             "test_a_prompt_that_failed_in_every_group_is_ordered_with_the_least_probability",
         ),
     ),
-    # Whoever weighs samples by the inverse of the recorded probability gets a bias.
+    # Samples that are weighed by the inverse of the recorded probability are biased.
     Mutant(
         "75b",
         "the recorded probability is not the one that decides",

@@ -18,7 +18,7 @@ from streamrl.observability.run_state.state import (
 )
 from streamrl.observability.run_state.trajectory_summary import PREVIEW, TrajectorySummary
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.starts import RunStart, read_starts
+from streamrl.schemas.starts import RunStart
 from streamrl.schemas.topics import TRAJECTORIES
 from streamrl.schemas.trajectories import total_reward
 from streamrl.settings.features import run_parts
@@ -32,18 +32,17 @@ NOT_KEPT = -1
 
 
 def ended_state(past: PastRun) -> RunState:
-    """What the run's files still tell of it: steps, evaluations, timelines, some trajectories, its starts and its end.
+    """The run as its files have it: steps, evaluations, timelines, some trajectories, its starts and its end.
 
     Raises:
         DataError: a file exists but cannot be read.
     """
     record = read_record(past.directory, past.name)
-    starts = read_starts(past.directory.starts)
     weights, stall_s = past.settings.rewards.weight_by_name, past.settings.run.stall_s
     state = RunState(past.name, weights, run_parts(past.name), stall_s)
     state.progress.algorithm = past.settings.algorithm.name
     state.progress.planned_steps = past.settings.training.max_steps
-    _fill_steps(state, record.rows, starts)
+    _fill_steps(state, record.rows, record.starts)
     if record.facts.topics is not None:
         _fill_topics(state, record.facts.topics, record.rows)
     _fill_end(state, record)

@@ -1,4 +1,4 @@
-"""What a run's page starts with: one headline, six tiles, and a table of what was trained with what. Pure.
+"""What a run's page starts with: one headline, six tiles, and a table of the model, data and settings. Pure.
 
 Intervals cover 95 %. That of a share is E. B. Wilson's (Probable Inference, the Law of Succession, and Statistical
 Inference, JASA 22, 1927), that of a difference R. G. Newcombe's tenth method (Interval Estimation for the Difference
@@ -21,7 +21,7 @@ from streamrl.settings.features import features
 Z = 1.959964
 """Standard deviations to both sides of a normal distribution's mean that hold 95 % of it."""
 MOST_CHANGES = 24
-"""Most settings that differ from their defaults in the table; all of them stand in the settings below."""
+"""Most settings that differ from their defaults in the table; the settings below list all of them."""
 IN_SETUP = ("model.path", "data.path", "data.dataset", "algorithm.name", "training.learning_rate")
 """Settings that have their own row in the table."""
 
@@ -229,7 +229,7 @@ def _joined(parts: Sequence[object]) -> str:
 
 
 def changed_settings(record: RunRecord) -> list[ChangedSetting]:
-    """The settings of a run that differ from their defaults, without those that name it or stand in the table."""
+    """The settings of a run that differ from their defaults, without those that name it or have a row of their own."""
     from streamrl.settings.explaining import defaults  # the whole tree of settings
 
     known, found = defaults(), []
