@@ -1,4 +1,4 @@
-"""``python -m benchmarks.peers``: StreamRL in two modes and TRL train the same policy; curves, ratios, README."""
+"""``python -m benchmarks.peers``: StreamRL and TRL, each in several ways, train one policy; curves, ratios, README."""
 
 import argparse
 import json
@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -19,10 +20,9 @@ from benchmarks.peers.contenders import streamrl, trl
 from benchmarks.peers.contenders.plan import Hyperparameters, Plan, Trained
 from benchmarks.peers.judging.judge import HeldOut, Judged, judge
 from benchmarks.peers.judging.report import SHARES, figures, hardware, parts_of_the_ratio, plot, runs, write_readme
-from benchmarks.peers.task import write_held_out, write_training
+from benchmarks.peers.task import write_entries
+from benchmarks.peers.tasks import TASKS, Task, training_entries
 from streamrl.bus.embedded.jars import KAFKA_VERSION
-from streamrl.bus.embedded.runtime import cache_root
-from streamrl.demo.warm_start import ensure_warm_started_model
 
 RESULTS = Path(__file__).parents[1] / "results"
 CORES = 2
@@ -37,7 +37,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options = _options(arguments)
     began = time.monotonic()
     trl.ensure_environment()
-    policies = [ensure_warm_started_model(cache_root(), seed, print) for seed in range(options.rounds)]
+    task: Task = options.task
+    policies = [task.policy(seed) for seed in range(options.rounds)]
     with tempfile.TemporaryDirectory(prefix="streamrl-peers-") as name:
         folder = Path(options.keep or name)
         folder.mkdir(parents=True, exist_ok=True)
@@ -45,36 +46,70 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         rounds = [_round(options, policy, folder / f"seed{seed}", seed) for seed, policy in enumerate(policies)]
     result = _written(options, rounds, time.monotonic() - began)
     for row in result["rows"]:
-        print(row)
+        if row["task"] == task.name:
+            print(row)
     return result
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="each round is a seed, trained by every contender")
-    parser.add_argument("--steps", type=int, default=Hyperparameters.max_steps, help="optimizer steps at most")
-    parser.add_argument("--limit-s", type=float, default=400.0, help="wall-clock after which a contender is stopped")
-    parser.add_argument("--held-out", type=int, default=512, help="prompts of the evaluation")
-    parser.add_argument("--save-every", type=int, default=5, help="optimizer steps between evaluated weights")
+    parser.add_argument("--task", default="demo", choices=list(TASKS))
+    parser.add_argument("--rounds", type=int, default=5, help="each round is a seed, trained by every contender")
+    parser.add_argument("--steps", type=int, help="optimizer steps at most")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of every contender")
+    parser.add_argument("--limit-s", type=float, help="wall-clock after which a contender is stopped")
+    parser.add_argument("--held-out", type=int, help="prompts of the evaluation")
+    parser.add_argument("--save-every", type=int, help="optimizer steps between evaluated weights")
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("--keep", type=Path, help="keep runs, weights and logs in this directory")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where peers.json and peers.png go")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where peers.json and the picture go")
     parser.add_argument("--quick", action="store_true", help="a few steps of each, to see that it works; no README")
     options = parser.parse_args(arguments)
+    options.task = TASKS[options.task]
     if options.quick:
         options.rounds, options.steps, options.held_out, options.save_every = 1, 6, 64, 2
         options.results = Path(tempfile.mkdtemp(prefix="streamrl-peers-quick-"))
+    for name in ("limit_s", "held_out", "save_every"):
+        if getattr(options, name) is None:
+            setattr(options, name, getattr(options.task, "num_held_out" if name == "held_out" else name))
+    steps = options.steps or options.task.hyperparameters.max_steps
+    options.same = replace(options.task.hyperparameters, max_steps=steps, dtype=options.dtype)
     return options
 
 
 def _warm_up(options: argparse.Namespace, policy: Path, folder: Path) -> None:
     """One step of each that does not count: the first to start would pay for a disk that was just written to."""
     folder.mkdir(parents=True)
-    prompts, same = folder / "prompts.jsonl", Hyperparameters(max_steps=1)
-    write_training(prompts, 2 * same.groups_per_step, 0)
+    prompts, same = folder / "prompts.jsonl", replace(options.same, max_steps=1)
+    write_entries(prompts, options.task.training(0, 2 * same.groups_per_step))
     for name in options.contenders:
-        CONTENDERS[name](Plan(policy, prompts, _place(folder, name), 0, _cores(), options.limit_s, 1, same))
+        CONTENDERS[name](_plan(options, policy, prompts, _place(folder, name), 0, 1, same))
     print("every contender has taken a step that does not count", flush=True)
+
+
+def _plan(
+    options: argparse.Namespace,
+    policy: Path,
+    prompts: Path,
+    output: Path,
+    seed: int,
+    save_every: int,
+    same: Hyperparameters,
+) -> Plan:
+    task: Task = options.task
+    return Plan(
+        policy,
+        prompts,
+        output,
+        seed,
+        _cores(),
+        options.limit_s,
+        save_every,
+        same,
+        reward=task.reward,
+        answer_pattern=task.answer_pattern,
+        settings=task.settings,
+    )
 
 
 def _place(folder: Path, contender: str) -> Path:
@@ -90,15 +125,16 @@ def _round(options: argparse.Namespace, policy: Path, folder: Path, seed: int) -
     """Every contender once, in an order that changes with the seed."""
     folder.mkdir(parents=True)
     prompts, held_out = folder / "prompts.jsonl", folder / "held_out.jsonl"
-    same = Hyperparameters(max_steps=options.steps)
-    write_training(prompts, 2 * same.groups_per_step * same.max_steps, seed)
-    write_held_out(held_out, options.held_out, seed)
-    cores = _cores()
-    examiner = HeldOut(policy, held_out, same.temperature, same.max_completion_length, len(cores))
+    task, same = options.task, options.same
+    write_entries(prompts, training_entries(task, same, seed))
+    write_entries(held_out, task.held_out(seed, options.held_out))
+    examiner = HeldOut(
+        policy, held_out, task.answer_pattern, same.temperature, same.max_completion_length, len(_cores())
+    )
     judged = []
     names = options.contenders
     for name in names[seed % len(names) :] + names[: seed % len(names)]:
-        plan = Plan(policy, prompts, _place(folder, name), seed, cores, options.limit_s, options.save_every, same)
+        plan = _plan(options, policy, prompts, _place(folder, name), seed, options.save_every, same)
         trained = CONTENDERS[name](plan)
         judged.append(judge(trained, examiner, _place(folder, name)))
         last = judged[-1].curve[-1]
@@ -111,7 +147,17 @@ def _round(options: argparse.Namespace, policy: Path, folder: Path, seed: int) -
 
 
 def _written(options: argparse.Namespace, rounds: list[list[Judged]], seconds: float) -> dict[str, Any]:
+    """Write the task's rows and facts; those of other tasks stay as they are."""
+    file, task = options.results / "peers.json", options.task.name
+    before = json.loads(file.read_text()) if file.exists() else {"rows": [], "tasks": {}}
+    rows = figures(task, rounds)
     facts = {
+        "parts_of_the_ratio": parts_of_the_ratio(rows),
+        "target": f"{SHARES[-1]:.0%} of the gain that every contender reaches; curves smoothed over three evaluations",
+        "runs": runs(rounds),
+        "hyperparameters": vars(options.same),
+        "settings": options.task.settings,
+        "tuned": {"streamrl": streamrl.TUNED, "trl": trl.TUNED, "trl_variants": trl.VARIANTS},
         "hardware": f"{hardware()}; every contender has the same {CORES} cores, its broker included",
         "load_at_end": round(os.getloadavg()[0], 1),
         "versions": f"Python {platform.python_version()}; StreamRL: torch {version('torch')}, transformers "
@@ -121,30 +167,28 @@ def _written(options: argparse.Namespace, rounds: list[list[Judged]], seconds: f
         "seconds_in_all": round(seconds),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
     }
-    rows = figures(rounds)
     result = {
-        "rows": rows,
-        "parts_of_the_ratio": parts_of_the_ratio(rows),
-        "target": f"{SHARES[-1]:.0%} of the gain that every contender reaches; curves smoothed over three evaluations",
-        "runs": runs(rounds),
-        "hyperparameters": vars(Hyperparameters(max_steps=options.steps)),
-        "tuned": {"streamrl": streamrl.TUNED, "trl": trl.TUNED, "trl_variants": trl.VARIANTS},
-        **facts,
+        "rows": [row for row in before["rows"] if row["task"] != task] + rows,
+        "tasks": before["tasks"] | {task: facts},
     }
-    (options.results / "peers.json").write_text(json.dumps(result, indent=2) + "\n")
-    plot(rounds, options.results / "peers.png")
-    print(f"written: {options.results}/peers.json and peers.png")
-    if options.results == RESULTS and set(options.contenders) == set(CONTENDERS):
-        write_readme(Path(__file__).with_name("README.md"), rows, _sentences(result))
+    file.write_text(json.dumps(result, indent=2) + "\n")
+    picture = f"peers-{task}.png"
+    plot(rounds, options.results / picture)
+    print(f"written: {file} and {picture}")
+    if options.results == RESULTS:
+        write_readme(Path(__file__).with_name("README.md"), task, rows, _sentences(facts))
     return result
 
 
 def _sentences(facts: dict[str, Any]) -> list[str]:
-    parts = facts["parts_of_the_ratio"]
+    parts = {name: value for name, value in facts["parts_of_the_ratio"].items() if value is not None}
+    means = {
+        "engine": "`synchronous` to TRL's fastest",
+        "asynchrony": "`trajectory_async` to `synchronous`",
+        "zero_advantage": "leaving samples without advantage out to computing them",
+    }
     return [
-        f"Parts of the ratio of `trajectory_async` to 90 %: engine (`synchronous` to TRL's fastest) {parts['engine']}; "
-        f"asynchrony (`trajectory_async` to `synchronous`) {parts['asynchrony']}. Both leave samples without advantage "
-        f"out, which takes {parts['zero_advantage']} of the time of computing them (`trajectory_async`).",
+        *(f"Time to 90 %, {means[name]}: {value}." for name, value in parts.items()),
         f"Hardware: {facts['hardware']}; load average over the last minute at the end {facts['load_at_end']}.",
         f"Versions: {facts['versions']}.",
         f"Seeds {facts['seeds']}; {facts['seconds_in_all']} s in all, {facts['date']}.",

@@ -1,47 +1,36 @@
-"""The demo's task for every contender: prompts as files, the reward, and held-out questions.
+"""What every contender reads and calls: entries as files, and the reward.
 
-Nothing here needs more than Python's own library, since TRL's environment loads it too.
+Nothing here needs more than Python's own library, because TRL's environment loads it too.
 """
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamrl.demo.task import ANSWER_PATTERN, Question, held_out_questions, training_prompts
-
 Entry = dict[str, Any]
-"""``prompt`` and ``answer``; of a held-out question also ``part``, "product" or "sum"."""
-
-_ANSWER = re.compile(ANSWER_PATTERN)
-
-
-def write_training(path: Path, n: int, seed: int) -> None:
-    """Write n prompts as jsonl, which ``data.path`` reads, and so does ``datasets``."""
-    _write(path, training_prompts(seed, n))
-
-
-def write_held_out(path: Path, n: int, seed: int) -> None:
-    """Write n questions of which no prompt asks the same, each asking something else."""
-    _write(path, (_entry(question) for question in held_out_questions(seed, n)))
+"""``prompt`` (text or chat turns) and ``answer``; a held-out question also has ``part``, a kind of question."""
+Reward = Callable[..., list[float]]
 
 
 def read_entries(path: Path) -> list[Entry]:
-    """What was written."""
+    """The entries that ``write_entries`` wrote."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def verified(completions: Sequence[str], answer: Sequence[str], **_: object) -> list[float]:
-    """The reward, in TRL's signature: 1 if the last number of a completion is the answer."""
-    found = (_ANSWER.search(completion) for completion in completions)
-    return [float(match is not None and match[1] == right) for match, right in zip(found, answer, strict=True)]
-
-
-def _entry(question: Question) -> Entry:
-    part = "product" if question.operator == "*" else "sum"
-    return {"prompt": question.text, "answer": question.answer, "part": part}
-
-
-def _write(path: Path, entries: Iterable[Entry]) -> None:
+def write_entries(path: Path, entries: Iterable[Entry]) -> None:
+    """Write jsonl, which ``data.path`` reads, and so does ``datasets``."""
     path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+def reward(answer_pattern: str) -> Reward:
+    """A reward in TRL's signature: 1 if the last match of the pattern in a completion is the answer."""
+    pattern = re.compile(answer_pattern)
+
+    def verified(completions: Sequence[Any], answer: Sequence[str], **_: object) -> list[float]:
+        texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
+        found = (pattern.findall(text) for text in texts)
+        return [float(bool(matches) and matches[-1] == right) for matches, right in zip(found, answer, strict=True)]
+
+    return verified

@@ -4,12 +4,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from streamrl.demo.task import MAX_COMPLETION_TOKENS, MAX_PROMPT_TOKENS
+from streamrl.demo.task import ANSWER_PATTERN, MAX_COMPLETION_TOKENS, MAX_PROMPT_TOKENS
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The same for everybody: the demo's, for half of its steps; TRL's names."""
+    """The same for everybody, under TRL's names; the defaults are the demo's, for half of its steps."""
 
     groups_per_step: int = 16
     num_generations: int = 8
@@ -26,11 +26,15 @@ class Hyperparameters:
     loss_type: str = "dapo"
     scale_rewards: str = "none"
     max_steps: int = 120
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One run of one contender. ``limit_s``: it is stopped after so much wall-clock; ``cores``: all it may use."""
+    """One run of one contender. ``limit_s``: it is stopped after so much wall-clock; ``cores``: all it may use.
+
+    ``reward`` and ``answer_pattern``: the same function, by its path and by what it is made of.
+    """
 
     policy: Path
     prompts: Path
@@ -40,6 +44,9 @@ class Plan:
     limit_s: float
     save_every: int = 5
     hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
+    reward: str = "benchmarks.peers.tasks:verified"
+    answer_pattern: str = ANSWER_PATTERN
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def into(self, output: Path) -> "Plan":
         """The same with another place for what it leaves behind."""

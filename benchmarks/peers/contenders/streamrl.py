@@ -9,20 +9,35 @@ import tomli_w
 
 from benchmarks.peers.contenders.launching import launch
 from benchmarks.peers.contenders.plan import Plan, Saved, Trained
-from streamrl.demo.task import BUCKET_BOUNDARIES
+
+Settings = dict[str, dict[str, Any]]
+
+
+def merged(*layers: Settings) -> Settings:
+    """Settings by section; later layers replace keys of earlier ones."""
+    tree: Settings = {}
+    for layer in layers:
+        for section, values in layer.items():
+            tree[section] = tree.get(section, {}) | values
+    return tree
+
 
 RUN = "run"
 KEPT = 1_000_000
-_ASYNCHRONOUS: dict[str, dict[str, Any]] = {
+_ASYNCHRONOUS: Settings = {
     "run": {"workers": 1},
     "loop": {"max_staleness": 3},
     "generation": {"max_num_seqs": 64, "threads": 1},
     "training": {"threads": 1},
 }
-TUNED: dict[str, dict[str, dict[str, Any]]] = {
+_SHARED = {"training": {"packing": "shared"}}
+_VALUE = {"dispatch": {"value": True}}
+TUNED: dict[str, Settings] = {
     "trajectory_async": _ASYNCHRONOUS,
-    "trajectory_async, zero advantages computed": _ASYNCHRONOUS
-    | {"training": _ASYNCHRONOUS["training"] | {"compute_zero_advantage": True}},
+    "trajectory_async, shared prompts": merged(_ASYNCHRONOUS, _SHARED),
+    "trajectory_async, by value": merged(_ASYNCHRONOUS, _VALUE),
+    "trajectory_async, shared prompts, by value": merged(_ASYNCHRONOUS, _SHARED, _VALUE),
+    "trajectory_async, zero advantages computed": merged(_ASYNCHRONOUS, {"training": {"compute_zero_advantage": True}}),
     "synchronous": {
         "run": {"workers": 2},
         "generation": {"max_num_seqs": 64, "threads": 1},
@@ -35,7 +50,7 @@ Samples of advantage 0 have no gradient, and ours are not computed unless told t
 """
 
 
-def train(variant: str, plan: Plan, overrides: dict[str, dict[str, Any]] | None = None) -> Trained:
+def train(variant: str, plan: Plan, overrides: Settings | None = None) -> Trained:
     """Run a key of ``TUNED``. ``overrides`` replace settings by section.
 
     Raises:
@@ -61,14 +76,14 @@ def train(variant: str, plan: Plan, overrides: dict[str, dict[str, Any]] | None 
     )
 
 
-def settings(variant: str, plan: Plan, overrides: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def settings(variant: str, plan: Plan, overrides: Settings) -> Settings:
     """The configuration file."""
     same = plan.hyperparameters
-    tree: dict[str, dict[str, Any]] = {
+    tree: Settings = {
         "run": {"name": RUN, "directory": str(plan.output), "seed": plan.seed},
         "model": {"path": str(plan.policy)},
         "data": {"path": str(plan.prompts)},
-        "rewards": {"functions": ["benchmarks.peers.task:verified"]},
+        "rewards": {"functions": [plan.reward]},
         "loop": {
             "mode": variant.partition(",")[0],
             "groups_per_step": same.groups_per_step,
@@ -76,9 +91,8 @@ def settings(variant: str, plan: Plan, overrides: dict[str, dict[str, Any]]) -> 
             "max_prompt_length": same.max_prompt_length,
             "max_completion_length": same.max_completion_length,
             "temperature": same.temperature,
-            "bucket_boundaries": list(BUCKET_BOUNDARIES),
         },
-        "batching": {"token_budget": 4096},
+        "generation": {"dtype": same.dtype},
         "algorithm": {
             "loss_type": same.loss_type,
             "scale_rewards": same.scale_rewards,
@@ -87,6 +101,7 @@ def settings(variant: str, plan: Plan, overrides: dict[str, dict[str, Any]]) -> 
             "beta": same.beta,
         },
         "training": {
+            "dtype": same.dtype,
             "max_steps": same.max_steps,
             "learning_rate": same.learning_rate,
             "adam_beta2": same.adam_beta2,
@@ -96,10 +111,7 @@ def settings(variant: str, plan: Plan, overrides: dict[str, dict[str, Any]]) -> 
             "keep_weight_versions": KEPT,
         },
     }
-    for layer in (TUNED[variant], overrides):
-        for section, values in layer.items():
-            tree[section] = tree.get(section, {}) | values
-    return tree
+    return merged(tree, TUNED[variant], plan.settings, overrides)
 
 
 def _steps(metrics: Path, began: float) -> list[dict[str, float]]:
@@ -115,6 +127,9 @@ MEASURES = {
     "reward": "reward",
     "mean_length": "completions/mean_length",
     "max_length": "completions/max_length",
+    "samples": "ledger/trained",
+    "sampled_tokens": "completions/num_tokens",
+    "trained_tokens": "tokens/computed",
     "staleness": "off_policy/mean",
     "waited_s": "time/wait_for_batch",
     "forward_backward_s": "time/forward_backward",

@@ -94,15 +94,24 @@ def train(variant: str, plan: Plan, tuning: dict[str, Any] | None = None) -> Tra
         for row in _rows(plan.output / "saved.jsonl")
         if (Path(row["weights"]) / "model.safetensors").exists()
     )
+    same = plan.hyperparameters
+    samples = same.groups_per_step * same.num_generations
     steps = tuple(
         {"step": row["step"], "seconds": row["time"] - launched.began}
         | {ours: row[theirs] for ours, theirs in MEASURES.items() if theirs in row}
+        | _counted(samples, row.get("completions/mean_length", 0.0))
         for row in _rows(plan.output / "steps.jsonl")
         if "reward" in row
     )
     return Trained(
         f"TRL GRPOTrainer, {variant}", plan.seed, saved, steps, launched.exit_code == 0, launched.cpu_seconds
     )
+
+
+def _counted(samples: int, mean_length: float) -> dict[str, float]:
+    """Samples of a step, and their tokens: every one is trained."""
+    tokens = samples * mean_length
+    return {"samples": samples, "sampled_tokens": tokens, "trained_tokens": tokens}
 
 
 def _launcher(processes: int) -> list[str]:

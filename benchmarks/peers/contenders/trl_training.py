@@ -19,13 +19,13 @@ def main(plan_file: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOTrainer
 
-    from benchmarks.peers.task import read_entries, verified
+    from benchmarks.peers.task import read_entries, reward
 
     torch.set_num_threads(plan["trl"]["threads"])
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(plan["policy"], dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(plan["policy"], padding_side="left"),
-        reward_funcs=verified,
+        reward_funcs=reward(plan["answer_pattern"]),
         args=_config(plan),
         train_dataset=Dataset.from_list(read_entries(Path(plan["prompts"]))),
         callbacks=[_recorder(plan)],
@@ -49,7 +49,8 @@ def _config(plan: dict[str, Any]) -> Any:
         output_dir=plan["output"],
         seed=plan["seed"],
         use_cpu=True,
-        bf16=False,
+        # Weights stay in float32; matmuls are cast where bfloat16 is asked for.
+        bf16=ours["dtype"] == "bfloat16",
         ddp_backend="gloo" if tuned["processes"] > 1 else None,
         gradient_checkpointing=False,
         per_device_train_batch_size=tuned["micro_batch"],

@@ -17,10 +17,11 @@ from benchmarks.peers.judging.curves import Point
 
 @dataclass(frozen=True)
 class HeldOut:
-    """How weights are judged: prompts, sampling temperature (0: greedy), longest completion, processes at once."""
+    """How weights are judged: prompts, answers, sampling temperature (0: greedy), longest completion, processes."""
 
     policy: Path
     prompts: Path
+    answer_pattern: str
     temperature: float
     limit: int
     processes: int
