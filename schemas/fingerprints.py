@@ -65,7 +65,7 @@ def hub_revision(repository: str, kind: Literal["model", "dataset"]) -> str | No
     try:
         revision: str | None = HfApi().repo_info(repository, repo_type=kind, timeout=HUB_PATIENCE_S).sha
         return revision
-    except Exception:  # no network, no access, or no such repository: whoever reads it says which
+    except Exception:  # no network, no access, or no such repository: the process that reads it says which
         names = ("config.json",) if kind == "model" else ("README.md",)
         found = (try_to_load_from_cache(repository, name, repo_type=kind) for name in names)
         # A file in the cache is at snapshots/<commit>/<name>.

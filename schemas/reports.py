@@ -38,7 +38,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class GpuUsage(Part):
-    """What is used of a GPU; None: not known. ``busy``: share of the time in which it computes.
+    """The use of a GPU; None: not known. ``busy``: share of the time in which it computes.
 
     ``gpu_id``: its UUID, under which every process knows it.
     """
@@ -341,7 +341,7 @@ class SkipReason(StrEnum):
 
 
 ENDS_GROUP = frozenset({SkipReason.ZERO_ADVANTAGE})
-"""Reasons that are given to whole groups only, so that one row ends its group, whatever became of other samples."""
+"""Reasons that are given to whole groups only. So one row with one of them ends the group."""
 
 
 class SkipRecord(Message):

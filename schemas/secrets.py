@@ -57,6 +57,6 @@ def refuse_mask(secret: SecretStr | None, *key: str, origin: str = "") -> None:
     """
     if secret is not None and secret.get_secret_value() == MASK:
         raise SettingsError(
-            f"expected a value for {'.'.join(key)}, got the asterisks that stand for a secret in files{origin}: set "
+            f"expected a value for {'.'.join(key)}, got the asterisks that replace a secret in files{origin}: set "
             f"{variable_of(key)} to the real one"
         )

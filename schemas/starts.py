@@ -1,4 +1,4 @@
-"""What a run depends on besides its settings, and the starts of a run with what had changed before each.
+"""What a run depends on besides its settings, and the record of its starts, each with the changes before it.
 
 A start is one line of ``starts.jsonl`` in the run's directory. Displays read it, and so does the next start.
 """
@@ -26,7 +26,7 @@ class RunInput:
 
 
 class ChangedValue(NamedTuple):
-    """A setting or an input that is not what it was at the start before, with both values as text."""
+    """A setting or an input that changed since the previous start, with both values as text."""
 
     name: str
     before: str
@@ -37,10 +37,11 @@ class ChangedValue(NamedTuple):
 
 
 class RunStart(BaseModel):
-    """One start of a run. ``at``: seconds since the epoch; ``step``: that it continued from; ``inputs``: fingerprints.
+    """One start of a run.
 
-    ``changed``: what changed since the start before. ``earlier_trajectories``: what happens to the trajectories that
-    were sampled before, "skip" or "train"; None: nothing changed that shapes them.
+    ``at``: seconds since the epoch. ``step``: the step that it continued from, 0 for a new run. ``inputs``:
+    fingerprints by name. ``changed``: changes since the previous start. ``earlier_trajectories``: whether the
+    trajectories that were sampled before are skipped ("skip") or trained ("train"); None: no change shapes them.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -53,7 +54,7 @@ class RunStart(BaseModel):
 
     @property
     def is_marked(self) -> bool:
-        """Whether curves may jump at this start: it continued a run, or something had changed."""
+        """Whether curves may jump at this start: it continued a run, or a setting or an input had changed."""
         return bool(self.step or self.changed)
 
     def mark(self) -> tuple[str, Literal["resumed", "settings"]]:
@@ -74,7 +75,7 @@ def read_starts(path: Path) -> tuple[RunStart, ...]:
     for line in lines:
         try:
             found.append(RunStart.model_validate_json(line))
-        except ValidationError:  # a start that was killed left a part of a line
+        except ValidationError:  # a start that was killed wrote only a part of its line
             continue
     return tuple(found)
 

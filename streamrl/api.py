@@ -389,7 +389,7 @@ def _as_arguments(tree: Tree) -> Iterator[str]:
 
 
 def _importable(value: Any, key: str = "") -> Any:
-    """The same value with import paths in place of functions.
+    """The same value with import paths instead of functions.
 
     Raises:
         SettingsError: a function that processes of the run cannot import.

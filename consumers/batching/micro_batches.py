@@ -407,8 +407,8 @@ def cheapest_runs(lengths: Lengths, budget: int, costs: CostModel, ranks: int = 
 def fullest_run(lengths: Lengths, budget: int, costs: CostModel, ranks: int = 1) -> SampleRange:
     """The best micro-batch without padding: the costliest one within the budget.
 
-    ``lengths``: int64 [N], N >= 1, longest first. Without padding, the useful share u(s, n) of ``best_run`` is the sum
-    c(s) + ... + c(s + n - 1) divided by itself plus ``fixed``, and every further sample raises it.
+    ``lengths``: int64 [N], N >= 1, longest first. Without padding, the useful share u(s, n) of ``best_run`` is
+    C / (C + ``fixed``), with the sum C = c(s) + ... + c(s + n - 1). So every further sample raises it.
     """
     ends = _farthest_ends(lengths, budget, ranks)
     sums = np.concatenate([[0.0], np.cumsum(costs.of_sequences(lengths))])
@@ -467,7 +467,7 @@ def _farthest_ends(lengths: Lengths, budget: int, ranks: int, prefixes: Prefixes
 def _most_rows(lengths: Lengths, budget: int, ranks: int) -> Lengths:
     """For each start, the most rows of a rank's share: rows times the first length fit the budget.
 
-    At least one row, and no more than the remaining samples allow.
+    At least one row, and at most as many as the remaining samples allow.
     """
     fitting = np.maximum(1, budget // np.maximum(1, lengths))
     left = np.arange(len(lengths), 0, -1)

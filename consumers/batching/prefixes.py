@@ -1,13 +1,14 @@
 """The tokens to compute where sequences share prefixes (``training.packing = "shared"``), and what each of them sees.
 
-The sequences form a trie: a prompt, with a branch for each completion, or the turns of several sessions. It needs no
-nodes. Sorted by their tokens, sequences with a common prefix are neighbours, so each sequence shares its longest prefix
-with the one before it. It adds the tokens after that prefix, its *piece*. The pieces follow each other in one row.
+The sequences form a trie, for example a prompt with a branch for each completion. The code needs no nodes: it sorts
+the sequences by their tokens. Then each sequence shares its longest prefix with the previous sequence, and adds the
+tokens after that prefix, its *piece*. The pieces follow each other in one row. A *place* is an index in that row.
 Knows no torch.
 
 Invariants:
 - a_shared_token_is_computed_once: the pieces together have one token for each distinct prefix of the sequences;
-- a_token_sees_its_own_sequence_only: the tokens before it in its piece, and the shared ones before its piece.
+- a_token_sees_its_own_sequence_only: a token sees itself, the tokens before it in its piece, and the shared tokens
+  before its piece.
 """
 
 from collections.abc import Sequence
@@ -24,12 +25,12 @@ _ID = np.dtype(">u4")
 
 
 def sequence_key(token_ids: NDArray[np.integer]) -> bytes:
-    """Bytes that sort as the sequence does, a prefix before what it begins."""
+    """Bytes that sort in the same order as the sequences: token by token, and a prefix before its continuations."""
     return token_ids.astype(_ID).tobytes()
 
 
 def shared_tokens(keys: Sequence[bytes]) -> Integers:
-    """For each sequence, how many tokens it begins with are those of the one before it; 0 for the first. int64 [N]."""
+    """For each sequence, the length of the prefix that it shares with the previous one; 0 for the first. int64 [N]."""
     return np.array([0, *(_common(*pair) for pair in pairwise(keys))][: len(keys)], dtype=np.int64)
 
 
@@ -40,23 +41,23 @@ def _common(one: bytes, other: bytes) -> int:
 
 
 class TokenOrder(NamedTuple):
-    """Rows sorted by their tokens, and for each of them the tokens that it shares with the one before it."""
+    """Rows sorted by their tokens, and for each row the number of tokens that it shares with the previous one."""
 
     rows: Integers
     shared: Integers
 
 
 def token_order(input_ids: Integers, lengths: Integers) -> TokenOrder:
-    """The order of right-padded rows, ``input_ids`` [B, S] with ``lengths`` [B]; equal rows stay as they are."""
+    """The order of right-padded rows, ``input_ids`` [B, S] with ``lengths`` [B]; equal rows keep their order."""
     keys = [sequence_key(ids[:length]) for ids, length in zip(input_ids, lengths.tolist(), strict=True)]
     rows = sorted(range(len(keys)), key=keys.__getitem__)
     return TokenOrder(np.array(rows, dtype=np.int64), shared_tokens([keys[row] for row in rows]))
 
 
 class Reading(NamedTuple):
-    """Tokens ``first`` to ``last`` (exclusive) see the tokens ``seen_first`` to ``seen_last``.
+    """The tokens at places ``first`` to ``last`` (exclusive) see those at ``seen_first`` to ``seen_last`` (exclusive).
 
-    If both are the same, each sees itself and the ones before it; otherwise each sees all.
+    If both ranges are the same, each token sees itself and the ones before it. Otherwise each sees all of the second.
     """
 
     first: int
@@ -66,17 +67,18 @@ class Reading(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """Whether the tokens see each other."""
+        """Whether both ranges are the same."""
         return self.first == self.seen_first
 
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
-    """The T tokens that are computed, as places 0 to T - 1 of one row.
+    """The T tokens to compute, at places 0 to T - 1 of one row.
 
-    ``row``, ``column``: where each is taken from, int64 [T]. ``places``: the place of every token of every sequence,
-    int64 [B, S]; undefined for padding. ``ends``: a token is seen by itself and by the later ones before this place,
-    int64 [T]. ``readings``: the same in blocks, first each piece in itself, and then shared parts of earlier pieces.
+    ``row``, ``column``: where the token of each place is in the input, int64 [T]. ``places``: the place of every token
+    of every sequence, int64 [B, S]; undefined for padding. ``ends``: the token at place p is seen from the places p to
+    ``ends[p]`` - 1, int64 [T]. ``readings``: the same in blocks; first each piece with itself, then the shared parts of
+    earlier pieces.
     """
 
     row: Integers
@@ -88,7 +90,10 @@ class PrefixTree:
 
 @dataclass
 class _Part:
-    """Tokens of the present sequence, the first in ``column`` and at ``place``; their piece ends at ``piece_end``."""
+    """``count`` tokens of the present sequence: the first is in ``column`` and at ``place``.
+
+    ``piece_end``: the place after the last token of their piece.
+    """
 
     column: int
     place: int
@@ -97,14 +102,14 @@ class _Part:
 
 
 def prefix_tree(input_ids: Integers, lengths: Integers) -> PrefixTree:
-    """The tree of right-padded rows, ``input_ids`` [B, S] with ``lengths`` [B], at least one of which is not 0."""
+    """The tree of right-padded rows, ``input_ids`` [B, S] with ``lengths`` [B], not all of them 0."""
     order = token_order(input_ids, lengths)
-    added = lengths[order.rows] - order.shared  # tokens of each piece; 0: the sequence begins the one before it
+    added = lengths[order.rows] - order.shared  # tokens of each piece; 0: the sequence equals the previous one
     total = int(added.sum())
     places = np.zeros(input_ids.shape, dtype=np.int64)
     ends = np.full(total, total, dtype=np.int64)
     own, shared_parts = list[Reading](), list[Reading]()
-    path: list[_Part] = []  # of the present sequence, from its first token to its last
+    path: list[_Part] = []  # the present sequence, from its first token to its last
     place, before = 0, order.rows[0]
     for row, shared, count in zip(order.rows.tolist(), order.shared.tolist(), added.tolist(), strict=True):
         shared_parts += _leave(path, shared, place, ends)
@@ -126,7 +131,10 @@ def prefix_tree(input_ids: Integers, lengths: Integers) -> PrefixTree:
 
 
 def _leave(path: list[_Part], column: int, place: int, ends: Integers) -> list[Reading]:
-    """Cut the path at ``column``, because tokens from ``place`` on see no more of it; returns who has seen the rest."""
+    """Remove the path from ``column`` on, which the tokens from ``place`` on do not see.
+
+    Returns the readings of the removed parts.
+    """
     readings = []
     while path and (last := path[-1]).column + last.count > column:
         kept = max(column - last.column, 0)

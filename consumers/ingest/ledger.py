@@ -165,8 +165,8 @@ class Ledger:
     ``frontier`` is live: it covers records in the weights in memory, and skipped ones; copy it to store it.
     ``pending_bytes``: bytes of held trajectories, in groups that are incomplete, ready, or handed out and unfinished.
     ``finished_groups``: all groups that have ended; a checkpoint stores it and the frontier of the same moment.
-    ``prompt_cursor``: the position in the prompt source after the last prompt whose group has ended. ``skip_streak``
-    counts groups of which nothing was trained.
+    ``prompt_cursor``: the position in the prompt source after the last prompt whose group has ended. ``skip_streak``:
+    the number of groups in a row without a trained trajectory.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class IntakeLimits:
     def end_after(self, loop: LoopSettings) -> int:
         """Number of groups skipped in a row that ends the run: generous, since a hard task may have few good groups.
 
-        It is also more than a crash can spoil, which is what was admitted at that time.
+        It also exceeds the groups that one crash can spoil: those admitted at that time.
         """
         steps = self.max_skipped_steps * loop.groups_per_step
         return max(self.max_skipped_groups, steps, 2 * loop.max_groups_in_flight)

@@ -1,4 +1,4 @@
-"""Writes what is not trained: rows on the skips topic, undecodable bytes on the dead-letters topic.
+"""Writes down each record that is not trained: a row on the skips topic, undecodable bytes on the dead-letters topic.
 
 A row is counted at once, without waiting, so that no record is ever half finished. It is sent to the broker afterwards.
 Invariants:

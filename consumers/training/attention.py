@@ -28,7 +28,7 @@ _LAYERS: dict[Packing, frozenset[str]] = {
 }
 """Types of layers, in the words of configurations, that each way of packing supports."""
 _PROBED = (5, 1, 4, 6)
-"""Lengths of the probe's documents. The last two begin with the first one's three and two first tokens."""
+"""Lengths of the probe's documents. The third shares its first 3 tokens with the first one, the fourth its first 2."""
 
 
 def attend_within_documents(

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Failpoint(StrEnum):
-    """Failpoints in the order in which a process passes them; each names what was just done.
+    """Failpoints in the order in which a process passes them; each has the name of the act just before it.
 
     A step's failpoints from ``WEIGHTS_EXPORTED`` to ``REPORT_MADE``, and from ``ANNOUNCING`` to ``ANNOUNCED``, may be
     passed while the groups of the next step are taken.

@@ -212,7 +212,7 @@ def _taken_over(before: RunIdentity, start: Start) -> RunIdentity:
 
 
 def _refusal(start: Start, *, is_lost: bool) -> str:
-    """One line: what was found, where, and the three things that a user can do."""
+    """One line: the cause, its place, and the three things that a user can do."""
     held, topics, there = start.held, start.topics, start.topics.identity
     # Names no lineage if none has reported yet.
     seen = f" up to lineage {topics.lineage}" if topics.lineage else ""
@@ -257,7 +257,7 @@ class IdentityKeeper:
     """Keeps one directory's hold on the name of a run; ``identity``: the identity held.
 
     ``servers``: the broker as the user named it, for messages. ``run_id``: the run that the directory must belong to;
-    empty: it may choose. ``task``: see ``RunIdentity``; only the start that begins or continues the run knows it.
+    empty: it may choose. ``task``: see ``RunIdentity``; only the start that creates or continues the run knows it.
     """
 
     bus: Bus

@@ -88,7 +88,7 @@ FIRST_ROWS = 16
 
 
 def weight_faults(path: str | Path) -> list[str]:
-    """What is wrong with the values of a model's tensors, each fault with the name of a tensor that has it.
+    """The faults in the values of a model's tensors, each with the name of a tensor that has it.
 
     Reads the first rows of each matrix in the directory's files: enough for a file that was never filled, or saved in
     another format. A hub's name is not looked at: that would download the model.
@@ -164,7 +164,7 @@ def open_policy(initial: str | Path, restored: Path | None, device: torch.device
     lora, directory = training.lora, restored or initial
     if (found := (Path(directory) / ADAPTER).exists()) and not (lora.rank and restored):
         raise ModelError(
-            f"expected a whole model at {directory}, got an adapter: set training.lora as it was, or merge the adapter "
+            f"expected a whole model at {directory}, got an adapter: set training.lora as before, or merge the adapter "
             "first (`streamrl checkpoints merge --run RUN --out DIR`)"
         )
     if lora.rank and restored and not found:

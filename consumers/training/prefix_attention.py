@@ -1,15 +1,16 @@
-"""Attention over sequences that share prefixes: each token sees its own sequence, and shared tokens are there once.
+"""Attention over sequences that share prefixes: each token sees its own sequence, and shared tokens are computed once.
 
-On a CPU it is a cascade, as inference engines have it for shared prompts: torch's flash attention is called once for
-each piece, causally, and once for each shared prefix, with all tokens that see it. The results for a token are parts of
-one softmax, and are weighed by their sums of exponentials:
+On a CPU it is a cascade, as inference engines use it for shared prompts. It calls torch's flash attention once for each
+piece, causally, and once for each shared prefix, with all tokens that see it. The results for a token are parts of one
+softmax. They are weighed by their sums of exponentials:
 
     out = sum_i exp(lse_i - lse) out_i,    lse = log sum_i exp(lse_i).
 
-The backward pass of each call with the complete ``out`` and ``lse`` gives its part of the gradient: flash attention's
-recomputes exp(q k - lse), the token's true weights. So no key or value is copied, nor a score kept.
+Each call's backward pass gets the complete ``out`` and ``lse``, and gives its part of the gradient: flash attention
+recomputes exp(q k - lse), which are then the token's weights over its whole sequence. So no key or value is copied, and
+no score is kept.
 
-On CUDA it is torch's flex attention, compiled, with the same visibility as a mask of blocks.
+On CUDA it is torch's compiled flex attention. A mask of blocks says which tokens see each other.
 """
 
 from collections.abc import Callable
@@ -61,7 +62,7 @@ def attend_by_mask(
 
 @cache
 def _compiled_flex() -> Callable[..., Tensor]:
-    # For any number of tokens; without a kernel of its own, it would keep all scores.
+    # Dynamic: one kernel for any number of tokens. Without compilation, flex attention would keep all scores.
     compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=True)
     return compiled
 
@@ -74,7 +75,7 @@ def _block_mask(tree: PrefixTree, device: torch.device) -> BlockMask:
         return (seen <= place) & (place < ends[seen])
 
     count = len(tree.ends)
-    # Compiled, it does not write out all T x T entries.
+    # Compiled, it does not make all T x T entries.
     return create_block_mask(sees, None, None, count, count, device=device, _compile=device.type == "cuda")
 
 
@@ -82,7 +83,7 @@ class _Cascade(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scale: float | None) -> Tensor:
         batch, heads, count, size = query.shape
-        # In float32, because parts are added up here. In the order of tokens, as the model goes on with it.
+        # In float32, because parts are added up here. Tokens before heads in memory, as the model reads the result.
         out = query.new_empty(batch, count, heads, size, dtype=torch.float32).transpose(1, 2)
         lse = query.new_empty(batch, heads, count, dtype=torch.float32)
         for reading in tree.readings:

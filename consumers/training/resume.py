@@ -1,6 +1,6 @@
 """Writes and reads the reader's part of a checkpoint, and checks that a run may continue from it. Knows no tensors.
 
-``manifest.anchors`` are the ledger's known records; ``intake.json`` holds what is too large for the manifest.
+``manifest.anchors`` are the ledger's known records. ``intake.json`` holds the parts that the manifest has no room for.
 """
 
 import hashlib

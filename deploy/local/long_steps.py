@@ -21,7 +21,7 @@ def told_if_long(
     every_s: float = EVERY_S,
     tell: Callable[[str], None] = print_at_once,
 ) -> Iterator[None]:
-    """Within the block, print every few seconds what is done, for how long, and its present stage.
+    """Within the block, print every few seconds the step under way, how long it has taken, and its present stage.
 
     ``stage``: called from another thread; empty: not known.
     """

@@ -227,7 +227,7 @@ def longest_prompt(settings: Settings, facts: "ModelFacts") -> int:
 
 
 async def try_prompts(settings: Settings, name: str, prompts: Sequence[Prompt]) -> str:
-    """A line on a set of prompts that are sampled beside the run's own: their lengths, and their mean rewards.
+    """A line on a set of prompts besides the run's own: their lengths, and their mean rewards.
 
     Raises:
         ModelError: (nearly) none can be sampled.

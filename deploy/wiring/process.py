@@ -296,7 +296,7 @@ def configure_logging(
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(level=logging.WARNING, handlers=[LibraryLines()])
-    # A consumer group's coordinator is looked up before the broker has one; the client retries by itself.
+    # A consumer group's coordinator is looked up before the broker has one; the client retries on its own.
     logging.getLogger("aiokafka.consumer.group_coordinator").setLevel(logging.CRITICAL)
 
 

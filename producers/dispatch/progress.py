@@ -34,7 +34,7 @@ Sample = tuple[str, int]
 class ExpectedLength(NamedTuple):
     """Tokens of a completion, and the standard deviation of their logarithm; 0 if that is not known.
 
-    ``prompt``: tokens of the prompt before it; ``begun``: tokens of the completion that other workers sampled before.
+    ``prompt``: tokens of the prompt. ``begun``: tokens of the completion that other workers have already sampled.
     """
 
     tokens: int

@@ -30,7 +30,7 @@ DEFINITION: Mapping[str, Any] = {
     "type": "function",
     "function": {
         "name": "python",
-        "description": "Run a Python program; what it prints is the answer.",
+        "description": "Run a Python program; its output is the answer.",
         "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
     },
 }

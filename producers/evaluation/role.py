@@ -200,7 +200,7 @@ async def _try_out(settings: "Settings") -> str | None:
 
 
 def _inputs(settings: "Settings") -> "list[RunInput]":
-    """The data of held-out sets. They change what is measured, not what is trained."""
+    """The data of held-out sets. They change measurements, not training."""
     from streamrl.producers.prompts.fingerprints import prompts_fingerprint
     from streamrl.schemas.starts import RunInput
 

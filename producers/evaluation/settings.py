@@ -96,7 +96,7 @@ def with_format_of_data(tree: dict[str, Any]) -> dict[str, Any]:
     data, evaluation = tree.get("data"), tree.get("evaluation")
     held_out = evaluation.get("data") if isinstance(evaluation, dict) else None
     if not isinstance(data, dict) or not isinstance(evaluation, dict) or not isinstance(held_out, dict):
-        return tree  # validation says what is wrong, if anything is
+        return tree  # validation reports a wrong type
     sets = {name: _completed(each, data) if isinstance(each, dict) else each for name, each in held_out.items()}
     return {**tree, "evaluation": {**evaluation, "data": sets}}
 

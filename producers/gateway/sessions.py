@@ -395,7 +395,7 @@ class SessionBook:
 
 
 def _as_sampled(messages: Sequence[ChatMessage], said: Sequence[_SaidTurn]) -> list[ChatMessage]:
-    """The messages, with the assistant's text as it was sampled: a template would write tool calls differently."""
+    """The messages, with the assistant's text exactly as sampled: a template would write tool calls differently."""
     turns, found = list(said), list[ChatMessage]()
     for message in messages:
         if turns and message.role == "assistant" and _is_answer_of(message, turns[0]):

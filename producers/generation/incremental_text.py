@@ -43,7 +43,7 @@ class IncrementalText:
         """Decode more tokens. Returns the text after the settled text."""
         self._new += token_ids
         piece = self._decode(self._known + self._new)[self._shown :]
-        # U+FFFD at the end stands for the bytes of an incomplete character, whose text will change. If several tokens
+        # U+FFFD at the end replaces the bytes of an incomplete character, whose text will change. If several tokens
         # arrive at a time, each batch may end within another character; the characters before are complete.
         whole = len(piece.rstrip("\ufffd"))
         self._held = 1 if whole > self._whole else self._held + 1

@@ -303,7 +303,7 @@ def _joined(chunks: Sequence[PartialTrajectory]) -> SampledCompletion:
         completion.take(chunk.token_ids[known:], chunk.logprobs[known:], spans)
         completion.finish_reason = chunk.finish_reason
         first = TrajectoryPart(worker_id=chunk.worker_id, attempt=chunk.attempt, start=0)
-        # If the process died while it wrote an earlier prefix again, its own part never began: leave that out.
+        # If the process died while it wrote an earlier prefix again, it sampled nothing of its own: leave its part out.
         completion.parts = tuple(part for part in chunk.parts or (first,) if part.start <= chunk.end)
     return completion
 

@@ -184,7 +184,7 @@ class Rollout:
             raise EngineError(f"expected a completion from {self.engine.name}, got: {error}") from error
 
     def refused(self, order: WorkOrder, sample_index: int, reason: str, cause: str = "") -> Trajectory:
-        """The trajectory of a sample that cannot be made, with the reason in place of each reward.
+        """The trajectory of a sample that cannot be made. Each reward has the reason instead of a value.
 
         ``cause``: kind of refusal, for a refused prompt.
         """

@@ -96,7 +96,7 @@ def end_tokens(model_path: str, tokenizer: Any, config: Any = None) -> EndTokens
 def _config(model_path: str) -> Any:
     try:
         return AutoConfig.from_pretrained(model_path)
-    except Exception:  # a tokenizer's directory need not have a model; whoever loads the model reports this
+    except Exception:  # a tokenizer's directory need not have a model; code that loads the model reports this
         return None
 
 

@@ -8,7 +8,7 @@ longest completions is the narrowest in proportion.
 Invariants:
 - the_number_of_buckets_never_changes: it follows from the number of partitions, which is fixed for a run;
 - a_version_names_one_set_of_boundaries: a higher version is newer, also across restarts, because it is at least the
-  time of the fit in seconds; version 0 stands for the boundaries of the settings.
+  time of the fit in seconds; version 0 means the boundaries of the settings.
 """
 
 import json

@@ -1,8 +1,8 @@
 """The columns of prompt and answer, and what an answer may be.
 
-Invariant answers_keep_their_written_form: an answer reaches the rewards as it is written in the data, or the row is
-refused by its place and the answer's type. A number such as 84.0 or a date can be written in several ways, and a reward
-that compares text would compare with the wrong one.
+Invariant answers_keep_their_written_form: an answer reaches the rewards with the spelling that the data has. A row
+whose answer has no one spelling is refused, with its place and the answer's type. A number such as 84.0 or a date can
+be written in several ways, and a reward that compares text would compare with the wrong one.
 """
 
 import json

@@ -44,7 +44,7 @@ def turns_in(prompt: Any) -> str | list[dict[str, Any]]:
         raise NotWhole("an empty list")
     turns = [_turn(turn, number) for number, turn in enumerate(prompt, start=1)]
     if turns[-1]["role"] == "system":
-        raise NotWhole(f"a turn of role system as turn {len(turns)}, and nobody who speaks after it")
+        raise NotWhole(f"a turn of role system as the last turn ({len(turns)})")
     if turns[-1]["role"] == "user" and not turns[-1]["content"].strip():
         raise NotWhole(f"an empty text as turn {len(turns)}")
     return turns

@@ -98,7 +98,7 @@ def _missing() -> list[str]:
 
 @contextmanager
 def _stand_ins() -> Iterator[None]:
-    """Put an empty module in place of each missing package during the library's import; other imports still fail."""
+    """Replace each missing package by an empty module during the library's import; other imports still fail."""
     missing = _missing()
     sys.modules.update({package: _StandIn(package) for package in missing})
     try:

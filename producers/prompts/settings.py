@@ -20,7 +20,7 @@ DatasetName = Annotated[str, Field(pattern=DATASET_NAME)]
 
 
 class MixturePart(Section):
-    """One data set of a mixture; a plain number stands for its weight."""
+    """One data set of a mixture; a plain number is read as its weight."""
 
     weight: Annotated[float, Field(gt=0, description="Relative share of the prompts.")] = 1.0
     options: Annotated[dict[str, JsonValue], Field(description="Options of this reasoning-gym data set.")] = {}

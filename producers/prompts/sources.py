@@ -36,7 +36,7 @@ log = structlog.get_logger()
 MAX_PROMPT_BYTES = 2 << 20
 """Most bytes of a prompt with its columns: half of a work order's limit, so that every prompt fits into one."""
 MAX_PROMPT_VALUES = 100_000
-"""Most values in a prompt and its columns. A work order may have 120,000, of which the rest are not the prompt's."""
+"""Most values in a prompt and its columns. A work order may have 120,000; its other fields need the rest."""
 NOT_UNICODE = "text that is not Unicode (half of a surrogate pair)"
 MAX_FILTER_ATTEMPTS = 100
 """Entries tried for a position until the filter accepts one. A filter that accepts fewer than 1 in 100 is taken to be a
@@ -69,7 +69,7 @@ class UnsendablePrompt(DataError):
 def open_source(settings: DataSettings, *, run_seed: int = 0, rewards: Collection[str] = ()) -> PromptSource:
     """The source that the settings name.
 
-    ``run_seed``: the seed if ``data.seed`` is not set. ``rewards``: the run's reward functions, of which some refuse
+    ``run_seed``: the seed if ``data.seed`` is not set. ``rewards``: the run's reward functions. Some of them refuse
     answers that they cannot compare.
 
     Raises:
@@ -284,7 +284,7 @@ def make_prompt(
             stated=stated,
             columns={str(name): json_safe(value) for name, value in columns.items()},
         )
-        # Measured as it is sent: columns count too.
+        # The size on the wire: columns count too.
         size = size_of_part(prompt, MAX_PROMPT_VALUES)
     except ValidationError as error:
         raise UnsendablePrompt(f"expected a valid prompt at {where}, got {_fault_in(error)}") from error

@@ -299,7 +299,7 @@ def _loaded(datasets: Any, named: tuple[str | None, ...], path: str, split: str,
         return _text_split(files, split, name)
     builder.download_and_prepare()
     dataset = builder.as_dataset(split=split)
-    # Without a network the library has only what it made of the files of a data set on the hub.
+    # Without a network the library has only its cache of a data set on the hub, not the files themselves.
     if dataset.info.builder_name in ("csv", "json"):
         raise DataError(
             f"expected the files of the data set at data.path {path!r}, got the library's cache of them, in which "

@@ -153,7 +153,7 @@ def open_text_table(path: Path, name: str, *, shown: str = "", delimiter: str | 
         file = _decompressed(path, suffix) if suffix in COMPRESSED else path
         if ending in LINES or (ending == ".json" and _starts_with_a_row(file)):
             return LinesTable(file, shown, name)
-        # A temporary file is closed, and thereby deleted, when its rows are in another one.
+        # When the rows are in another file, the temporary one is closed, which deletes it.
         with file.open("rb") if isinstance(file, Path) else file as source:
             source.seek(0)
             is_table = ending in DELIMITERS

@@ -1,4 +1,4 @@
-"""Expected answers: what the column ``answer`` may hold, and how an answer stands in a completion."""
+"""Expected answers: what the column ``answer`` may hold, and how to find an answer in a completion."""
 
 import re
 from collections import deque

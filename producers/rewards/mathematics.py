@@ -250,7 +250,7 @@ def _parsed(text: str, *arguments: Any, **options: Any) -> list[Any]:
 
 
 def is_equal(gold: Any, found: Any) -> bool:
-    """Whether what was found equals an expected answer.
+    """Whether a parsed answer equals an expected one.
 
     Raises:
         TimeoutError: comparing took too long.

@@ -59,7 +59,7 @@ class RewardSettings(Section):
         str | None,
         Field(
             description="Question of 'llm_judge', in which {prompt}, {completion} and {answer} are replaced. It must "
-            "ask for 'SCORE:' and a number from 0 to 10. Unset: it asks for what is right and wrong, then the score."
+            "ask for 'SCORE:' and a number from 0 to 10. Unset: it asks for merits and faults, then for the score."
         ),
     ] = None
     code_timeout_s: Annotated[

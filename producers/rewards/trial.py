@@ -16,7 +16,7 @@ SAMPLE_COMPLETION = "a sample completion"
 ROWS_AT_ONCE = 8
 """Rows scored at the same time, so that a function can wait for several. The time limit is checked in between."""
 JUDGES_OF_ROWS = ("math_verify", "exact_match", "code_tests")
-"""Functions whose reward is None because of the row, whatever the completion is."""
+"""Functions whose reward is None because of the row, for any completion."""
 Completion = tuple[str, Sequence[int]]
 """A completion's text as rewards see it, and its token ids."""
 Writer = Callable[[str], Completion]
@@ -47,7 +47,7 @@ class TriedRow:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the tokenizer does not return the own completion as it was."""
+        """Whether the tokenizer changes the own completion's text."""
         return self.own[0].strip() != self.text.strip()
 
 
@@ -143,7 +143,7 @@ class RewardTrials:
 
     @property
     def unrewarded(self) -> list[str]:
-        """Ids of the rows of which no completion can get a reward: no function applies, or one always fails."""
+        """Ids of the rows whose completions can never get a reward: no function applies, or one always fails."""
         return [row.prompt.prompt_id for row in self.rows if self._is_unrewarded(row.prompt.prompt_id)]
 
     def unrewarded_rows(self) -> str:

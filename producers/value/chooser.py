@@ -22,7 +22,7 @@ MAX_RECORDS = 65_536
 MAX_BYTES = 256 << 20
 """Most bytes of these samples, about: long trajectories have megabytes each."""
 MEASURED = 16
-"""Newest samples of a partition whose sizes stand for all."""
+"""Newest samples of a partition whose mean size is taken for all."""
 CLIENT_ID = "value-replay"
 
 

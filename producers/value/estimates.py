@@ -1,32 +1,32 @@
 """Predicts which prompts' groups will have no advantage, and decides how often each prompt is ordered. Pure.
 
-If all samples of a group earn the same reward, the group has no advantage: it was sampled in vain. A group has m
-samples, and k of them succeed. Before a prompt was sampled, its chance of success is taken to be Beta(a, b). Each
-earlier group of the prompt adds its k to a, and its m - k to b. Then
+If all samples of a group earn the same reward, the group has no advantage, and its samples teach nothing. A group has
+m samples, and k of them succeed. For a prompt that was never sampled, the chance of success is taken to be Beta(a, b).
+Each earlier group of the prompt adds its k to a, and its m - k to b. Then
 
     P(no advantage) = P(k = 0) + P(k = m), of the beta-binomial distribution of k.
 
 Three things make this work in a run:
 
-- *Neighbours.* a and b come from prompts that are alike: of the same data set and about the same length. They are
-  chosen so that the mean reward, and the share of groups without advantage, are those of these prompts. Each of their
-  groups is weighed by 1 / (its probability of being ordered), so that prompts that are asked rarely count as much.
-- *Versions.* The policy learns, so a group counts less the further its weights are from the present ones. With another
-  run's groups it is the same: those of the same age of training say most.
-- *Rewards that are not 0 or 1* are scaled to the range that their data set was seen to have. If all rewards of a group
-  are equal, they count as all right or all wrong, whichever is nearer: what matters is that they are equal.
+- *Neighbours.* a and b come from alike prompts: prompts of the same data set and about the same length. With these a
+  and b, the formulas give the mean reward and the share of groups without advantage that alike prompts had. Each of
+  their groups is weighed by 1 / (its probability of being ordered). So prompts that are rarely ordered count as much.
+- *Versions.* The policy learns, so a group counts less the further its weights are from the present ones. The same
+  holds for another run's groups: those whose weights had as many steps as the present ones count most.
+- *Rewards that are not 0 or 1* are scaled to the range seen so far in their data set. If all rewards of a group are
+  equal, they count as all right or all wrong, the nearer of the two, because only their equality matters.
 
 A prompt with value v = 1 - P(no advantage) is ordered with probability (v / v')², at most 1 and at least
 ``LEAST_PROBABILITY``; v' is a high value among the newest groups. So prompts are compared with each other, and if all
-are hard, all are ordered. GRESO (arXiv 2506.02177) skips by a prompt's streak of such groups; here one group of 8 that
-all failed, and one of which all but one failed, differ little.
+are hard, all are ordered. GRESO (arXiv 2506.02177) skips a prompt by its streak of groups without advantage. Here a
+group of 8 failures and a group of 7 failures and a success differ little.
 
 Invariants:
 - every_prompt_keeps_a_chance: no probability is below ``LEAST_PROBABILITY``, for any history;
 - recorded_probability_decides: a prompt is ordered if a number drawn from seed and position alone is below the
   probability that its order carries. So the inverse of that probability weighs samples without bias;
 - decisions_depend_on_samples_alone: neither the order in which samples arrive nor repeats change a decision. So a
-  restarted dispatcher, which reads them again, decides as the one before it.
+  restarted dispatcher, which reads the samples again, makes the same decisions as its predecessor.
 """
 
 import math
@@ -49,23 +49,23 @@ HIGH_VALUE = 0.75
 RECENT_GROUPS = 64
 """Newest groups whose values are compared: a few steps, so the comparison follows the policy."""
 LEAST_GROUPS = 32
-"""Groups that must be known before any prompt is passed over: of fewer, shares are noise."""
+"""Groups that must be known before any prompt is passed over: shares of fewer groups are noise."""
 HALF_STEPS = 64
-"""Optimizer steps after which a group counts half. In that time policies of this size change as much."""
+"""Optimizer steps after which a group counts half: small policies change about that fast."""
 VERSION_BIN = 8
 """Steps whose groups are counted together for neighbours: an eighth of the half-time changes weights by little."""
 SHRINKAGE = 8.0
-"""Groups of alike prompts that count as much as those of the whole data set: one of them says little."""
+"""Number of groups of alike prompts that together count as much as the whole data set: one group says little."""
 STRENGTH = (0.1, 16.0)
 """Smallest and largest a + b of a prior. Above, a prompt's own group of 8 would change little."""
 KEPT_GROUPS = 4
-"""Groups kept of each prompt, those of the newest weights: older ones say little, and take memory."""
+"""Groups kept for each prompt, those of the newest weights: older ones say little and take memory."""
 MOST_PROMPTS = 200_000
-"""Prompts remembered, about 1 kB each; then the prompt that was first seen is forgotten."""
+"""Most prompts remembered, about 1 kB each. Beyond that, the prompt that was seen first is forgotten."""
 MOST_COUNTED = 1 << 20
-"""Newest groups whose samples are known as repeats if they are read again, about 100 bytes each."""
+"""Newest groups whose repeated samples are recognised, about 100 bytes each."""
 _EDGE = 1e-3
-"""Distance of means and shares from 0 and 1, where the formulas have no value."""
+"""Least distance of means and shares from 0 and 1, because the formulas have no value there."""
 
 
 class _Group(NamedTuple):
@@ -84,7 +84,7 @@ class _Group(NamedTuple):
 
 
 class PromptValues:
-    """What the groups of each prompt earned, and the decisions that follow.
+    """What the groups of each prompt earned, and the decisions from it.
 
     ``reward_weights``: weights of the rewards by name; ``generations``: samples of a group; ``seed``: of the decisions.
     """
@@ -93,7 +93,7 @@ class PromptValues:
         self._reward_weights = dict(reward_weights)
         self._generations = generations
         self._seed = seed
-        # Rewards by sample of groups that are not whole; by run and group.
+        # Rewards by sample number, of groups that are not whole, by run and group.
         self._open: dict[tuple[str, str], dict[int, float | None]] = {}
         self._counted: dict[int, None] = {}  # hashes of run and group
         self._groups: dict[str, dict[tuple[str, str], _Group]] = {}
@@ -106,7 +106,7 @@ class PromptValues:
 
     @property
     def prompts(self) -> int:
-        """Prompts of which at least one whole group is known."""
+        """Number of prompts with at least one whole group."""
         return len(self._groups)
 
     def observe(self, sample: FinishedCompletion, run: str = "") -> None:
@@ -229,7 +229,7 @@ def ordering_probability(value: float, high: float) -> float:
 
 def closeness(steps: float) -> float:
     """How much a group counts whose weights are so many optimizer steps away: 1 at 0, half at ``HALF_STEPS``."""
-    # Not exponential: of a run that ended 500 steps later, something should be left.
+    # Not exponential: groups of weights that are 500 steps away should still count a little.
     return 1 / (1 + abs(steps) / HALF_STEPS)
 
 

@@ -18,7 +18,7 @@ from streamrl.schemas.errors import SettingsError
 if TYPE_CHECKING:
     from streamrl.settings.tree import Settings
 
-# One option names a run in every command. They differ in what they do without it.
+# One option names a run in every command. Without it, each command has its own default.
 A_RUN = "The run's directory, its name below runs/, or its configuration file"
 GivenRun = Annotated[Path, typer.Option("--run", metavar="RUN", help=f"{A_RUN}.")]
 GivenRuns = Annotated[list[Path], typer.Option("--run", metavar="RUN", help=f"{A_RUN}; may be repeated.")]

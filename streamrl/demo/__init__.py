@@ -1,1 +1,1 @@
-"""The demo: a tiny character-level model that learns by itself to work out sums step by step."""
+"""The demo: a tiny character-level model discovers that it should work out sums step by step."""

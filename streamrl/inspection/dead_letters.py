@@ -368,7 +368,7 @@ def _decoded(dead_letter: DeadLetter) -> Iterator[str]:
 
 
 def retry_lines(outcomes: Iterable[RetryOutcome]) -> Iterator[str]:
-    """Lines that say what was done with each dead letter."""
+    """Lines with the outcome for each dead letter."""
     for outcome in outcomes:
         detail = f": {outcome.detail}" if outcome.detail else ""
         yield f"{outcome.dead_letter.offset}  {outcome.dead_letter.origin or '?'}  {outcome.action.value}{detail}"

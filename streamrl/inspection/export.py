@@ -343,7 +343,7 @@ class SegmentHistory:
                 self._verify(path, file)
             return read_segment(path, topic, self.manifest.encoding)
         except (OSError, ValueError) as error:
-            raise DataError(f"expected the segment {path} as it was exported, got: {error}") from error
+            raise DataError(f"expected the segment {path} unchanged since the export, got: {error}") from error
 
     def _verify(self, path: Path, file: SegmentFile) -> None:
         if sha256_of(path) != file.sha256:

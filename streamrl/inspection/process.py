@@ -68,7 +68,7 @@ def log_to_stderr() -> None:
 
 
 def lower_priority(niceness: int = NICENESS) -> None:
-    """Leave the processors to the run: from now on, the caller takes little more than what is idle.
+    """Leave the processors to the run: from now on, the caller takes little more than idle time.
 
     Call it before any thread is started. With autogroups it returns in a child process. The calling process then
     forwards signals to the child, and ends with the child's exit code.
@@ -137,7 +137,7 @@ def normal_priority() -> Iterator[None]:
 
 
 def print_before_imports(text: str) -> None:
-    """Tell a user what is about to happen, before slow imports, which may take long on a busy machine."""
+    """Print the next step before slow imports, because they may take long on a busy machine."""
     if sys.stderr.isatty():
         print(f"{text} ...", file=sys.stderr, flush=True)
 

@@ -52,7 +52,7 @@ class DeliveryObserver(Protocol):
     """Follows one record, or the records of one transaction, to the broker."""
 
     def accepted(self) -> None:
-        """Called when the publisher took the record and sends it on by itself, or a transaction was committed."""
+        """Called when the publisher has taken the record and will send it, or when a transaction was committed."""
         ...
 
     def settled(self, report: DeliveryReport) -> None:

@@ -79,7 +79,7 @@ def forget_unwritten() -> None:
         try:
             stream.flush()
         except OSError:
-            # Python flushes once more on exit; the rest then goes to /dev/null.
+            # Python flushes again on exit; the rest then goes to /dev/null.
             with suppress(OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

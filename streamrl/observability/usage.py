@@ -22,7 +22,7 @@ from streamrl.observability.run_state.pace import ProcessorTime, spent_by_all
 from streamrl.schemas.reports import GpuUsage, ResourceUsage
 
 EVERY_S = 5.0
-"""Seconds for which a measurement is kept: displays need no more, and looking takes some milliseconds."""
+"""Seconds for which a measurement is kept: enough for displays, and a new one takes some milliseconds."""
 IDLE = ("idle", "iowait")
 """Kinds of processor time that are not busy; that of processes at a low priority is."""
 

@@ -42,7 +42,7 @@ END_KEYS = {
 
 
 def endless_model(model: str, directory: Path) -> Path:
-    """A directory that loads like the model, and whose model never ends a completion by itself.
+    """A directory that loads like the model, but whose model never ends a completion.
 
     Raises:
         ModelError: the model is not on this machine.
@@ -81,7 +81,7 @@ def _without(key: str, content: dict[str, Any]) -> dict[str, Any]:
 
 
 # Seconds of decode steps by batch size and context, and of prefills, on a loaded decoder. The decoder's model must not
-# end completions by itself. This part knows no curve.
+# end completions. This part knows no curve.
 
 SHORTEST_PROMPT = 8
 ROUNDS_TO_START = 10_000

@@ -275,7 +275,7 @@ def with_recorded_lengths(settings: Settings, recorded: Sequence[int]) -> Iterat
 
 
 def measured_settings(settings: Settings, generation: DeviceProfile | None, training: DeviceProfile | None) -> Settings:
-    """The settings with measured costs in place of emulated ones."""
+    """The settings with measured costs instead of emulated ones."""
     emulation: dict[str, object] = {}
     if generation is not None:
         emulation["decode"] = generation.decode

@@ -182,7 +182,7 @@ class StageEstimate:
         costs = shared_costs(self.settings.emulation.training, devices)
         lengths = [sum(sequence) for step in self.sequences for sequence in step]
         tokens, squares = sum(lengths), sum(length * length for length in lengths)
-        if self.settings.training.packing == "shared":  # all samples of a group but one begin with a computed prompt
+        if self.settings.training.packing == "shared":  # one sample of a group computes the prompt for all
             size = self.settings.loop.num_generations
             again = [prompt for step in self.sequences for number, (prompt, _) in enumerate(step) if number % size]
             tokens, squares = tokens - sum(again), squares - sum(prompt * prompt for prompt in again)

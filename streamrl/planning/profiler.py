@@ -59,7 +59,7 @@ def levels(shortest: int, longest: int, number: int) -> list[int]:
 
 
 def contexts(settings: Settings, longest: int, effort: Effort) -> list[int]:
-    """Prompt lengths that stand for contexts, up to the longest of the run or of the model."""
+    """Prompt lengths to measure as contexts, up to the longest of the run or of the model."""
     reached = settings.loop.max_prompt_length + settings.loop.max_completion_length
     return levels(SHORTEST, min(longest, reached), effort.levels)
 
@@ -201,7 +201,7 @@ async def _transfer(versions: list[WeightsReady], scratch: Path, decoder: Decode
 
 @contextmanager
 def _decoder(settings: Settings, scratch: Path) -> Iterator[Callable[[int], DecodeMeter]]:
-    # Endless: a completion that ended by itself would leave a smaller batch than the point claims.
+    # Endless: if the model ended a completion, the batch would be smaller than the point claims.
     model = endless_model(settings.model.path, scratch / "model")
     decoder = build_decoder(settings.generation, model)
     facts = decoder.load()

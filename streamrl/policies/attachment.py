@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 NOTHING_SERVED = PolicyVersion(0, 0)
 ANY_STEP = 1 << 62
-"""Stands for no bound: due steps and ages are in the served policy's numbers, and none is larger than this."""
+"""Means no bound: due steps and ages are in the served policy's numbers, and none is larger than this."""
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ def _arguments(request: AttachRequest) -> list[str]:
 
 
 def tell(run: Path | None, servers: str | None, action: OperatorAction, name: str, reason: str) -> str:
-    """Ask an attached instance to pause, resume, leave or be served; returns one line on what was asked.
+    """Ask an attached instance to pause, resume, leave or be served; returns one line that confirms it.
 
     Raises:
         UserError: the run does not exist, has no such instance, or the action is impossible.

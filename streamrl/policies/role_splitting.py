@@ -29,7 +29,7 @@ RECENT = 2000
 
 
 def split(run: Path, servers: str | None, shares: Mapping[str, float], reason: str) -> str:
-    """Order a split of a run's groups, or with no shares its end; returns one line on what was ordered.
+    """Order a split of a run's groups, or with no shares its end; returns one line that confirms it.
 
     Raises:
         UserError: there is no such run, an arm is unknown, gone, or of another model, or there are too few workers.

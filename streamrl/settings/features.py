@@ -249,7 +249,7 @@ class StartHooks:
     ``packages`` raises ``SettingsError`` if a package that the feature needs is not installed. ``check`` runs before
     anything is written, such as a check for a free port; it raises ``UserError``. ``try_out`` tries something that the
     run will use, such as a user's class. It returns its result in one line, or None if there is nothing to try, and
-    raises ``UserError``. ``notes``: what is worth knowing of the settings before a run, though it can start.
+    raises ``UserError``. ``notes``: advice on the settings, for a run that can start.
     ``inputs``: files and code that it depends on besides settings, to notice changes. ``lines``: lines to print;
     ``options``: options for all processes of the run that are known only at its start, such as a free port.
     """

@@ -1,4 +1,4 @@
-"""The settings that people change, by what they want. All other settings are advanced: most runs keep their defaults.
+"""The settings that people change, grouped by purpose. All others are advanced: most runs keep their defaults.
 
 It loads no heavy module, because `streamrl run --help` prints this list.
 """

@@ -3,7 +3,7 @@
 An error is one line with the key, its source (file and line, variable or option) and the expected value. Sections that
 contradict each other are refused.
 
-Invariant no_secret_is_written: the TOML has a mask in place of a secret, and no error shows a value that may be a
+Invariant no_secret_is_written: the TOML has a mask instead of a secret, and no error shows a value that may be a
 secret. Processes get secrets through their environment.
 """
 

@@ -7,8 +7,8 @@
 
 A worker that fetches or deletes a version holds its lock exclusively; workers that use a version share its lock. The
 lock is an ``flock``, which the kernel releases when the process ends. A worker waits while a peer fetches the version
-that it wants. If the peer dies, the worker continues the fetch. The lock file also records what was verified: inode,
-size and times of every file, and the boot id. While they are unchanged, no worker hashes the files again.
+that it wants. If the peer dies, the worker continues the fetch. The lock file also records the verified files: inode,
+size and times of each, and the boot id. While these are unchanged, no worker hashes the files again.
 
 Invariants:
 - a_version_in_the_cache_is_whole: a version gets its name, by a rename, after every byte of it was checked;
@@ -44,7 +44,7 @@ from streamrl.schemas.weights import (
 LOCK = ".lock"
 DISCARDED = ".discarded-"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""Changes with each boot. After a power cut, files written shortly before may differ from what was verified."""
+"""Changes with each boot. After a power cut, files written shortly before may differ from the verified ones."""
 
 
 @dataclass

@@ -171,7 +171,7 @@ def appearing_directory(target: Path) -> Iterator[Path]:
         if not temporary.exists():
             raise LateExport(f"expected to write {target}, got it deleted half-way by another trainer") from error
         if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            raise LateExport(f"expected no {target} yet, found one, which stays as it is") from error
+            raise LateExport(f"expected no {target} yet, found one, which is kept") from error
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

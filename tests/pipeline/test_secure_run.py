@@ -21,7 +21,7 @@ def test_a_run_logs_in_with_a_password_of_its_file_and_a_role_with_one_of_the_en
     assert server != emulated_run.servers, "the listener that asks for a password"
     further = ["run", str(resolved), "--training.max_steps=5"]
     assert _refusal_of(further) == (
-        "error: expected a value for kafka.sasl_plain_password, got the asterisks that stand for a secret in "
+        "error: expected a value for kafka.sasl_plain_password, got the asterisks that replace a secret in "
         f"files ({resolved}, line {number}): set {VARIABLE} to the real one"
     )
     monkeypatch.setenv(VARIABLE, "wrong")

@@ -97,7 +97,7 @@ def test_a_version_is_never_replaced(tmp_path: Path) -> None:
     store = WeightExporter(tmp_path, 2)
     export(store, 3)
     before = (tmp_path / "1-3" / "manifest.json").read_bytes()
-    with pytest.raises(LateExport, match=r"expected no .*/1-3 yet, found one, which stays as it is"):
+    with pytest.raises(LateExport, match=r"expected no .*/1-3 yet, found one, which is kept"):
         export(store, 3, {"w": torch.zeros(2)})
     assert (tmp_path / "1-3" / "manifest.json").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["1-3"]

@@ -79,7 +79,7 @@ class ShardLearner(PolicyLearner):
         critic.optimizer = self._sharded_optimizer(CRITIC, critic.named_parameters())
 
     def optimizers(self) -> dict[str, ShardedAdamW]:
-        """The optimizers by the name of what they train: ``POLICY``, and ``CRITIC`` if there is one."""
+        """The optimizers by the name of their model: ``POLICY``, and ``CRITIC`` if there is one."""
         found = {POLICY: self._optimizer} | ({} if self.critic is None else {CRITIC: self.critic.optimizer})
         return {of: each for of, each in found.items() if isinstance(each, ShardedAdamW)}
 

@@ -49,7 +49,7 @@ V = TypeVar("V")
 
 FILLER_ID = 1
 PROMPT_IDS = 1 << 30
-"""Number of ids that an emulated prompt may begin with: most that an emulated trainer takes."""
+"""Possible ids of an emulated prompt's first token: as many as an emulated trainer takes."""
 FILLER_LOGPROB = -1.0
 REWARD = 1.0
 SHORTEST_SLEEP_S = 0.0005

@@ -96,7 +96,7 @@ def _quiet_config(model_path: str) -> Any:
 def _tokenizer_of(model_path: str) -> Any:
     try:
         return load_tokenizer(model_path)
-    except ModelError:  # an engine can sample without one, and whoever needs text reports this
+    except ModelError:  # an engine can sample without one; code that needs text reports the error
         return None
 
 

@@ -1,12 +1,14 @@
-"""A forward pass for plain decoder models, of few tensor operations: most of a small decode step is calls, not sums.
+"""A forward pass for plain decoder models, with few tensor operations.
 
-A plain decoder has RMS norms before attention and before a gated MLP, rotary positions and full attention, as Llama,
-Qwen2, Qwen3 and Mistral have them. ``PlainForward`` computes what the model's own forward computes, from the same
-parameters, and differs from it by rounding only. It writes the key-value cache in place, and neither computes the last
-layer's output nor logits for a prefix. ``why_not_plain`` names what makes a model another kind.
+A small decode step spends most of its time on calls, not on arithmetic. So fewer operations make it faster. A plain
+decoder has RMS norms before attention and before a gated MLP, rotary positions and full attention. Llama, Qwen2, Qwen3
+and Mistral are plain decoders. ``why_not_plain`` names the part that makes a model another kind.
 
-Parameters that are multiplied with the same input lie next to each other in memory, and the model's parameters are
-views of them. So weights that are copied over the model's parameters are in force here, too.
+``PlainForward`` computes the same as the model's own forward pass, from the same parameters, up to rounding. It writes
+the key-value cache in place. For a prefix it computes neither the last layer's output nor logits.
+
+Parameters that are multiplied with the same input are adjacent in memory, and the model's parameters are views of them.
+So weights that are copied over the model's parameters take effect here, too.
 """
 
 from collections.abc import Sequence
@@ -25,7 +27,7 @@ _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 
 
 def why_not_plain(model: Any) -> str:
-    """What keeps this model from ``PlainForward``; empty: nothing."""
+    """Why ``PlainForward`` cannot compute this model; empty if it can."""
     if type(model) not in _PLAIN:
         return f"a {type(model).__name__}"
     config = model.config
@@ -61,8 +63,8 @@ class PlainForward:
     def prefill(self, prefixes: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]) -> None:
         """See ``SlotForward``."""
         count, longest = len(prefixes), max(len(prefix) for prefix in prefixes)
-        # Right-padded [prefixes, longest]. Causal attention hides the padding from all real tokens. Its keys and values
-        # are in the cache after a row's end, where each is overwritten before it is visible.
+        # Right-padded [prefixes, longest]. Causal attention hides the padding from all real tokens. The padding's keys
+        # and values are in the cache after a row's end, where each is overwritten before a token sees it.
         padded = [[*prefix, *[0] * (longest - len(prefix))] for prefix in prefixes]
         device = self._embedding.device
         targets = torch.tensor([row for of_prefix in rows for row in of_prefix], device=device)
@@ -102,7 +104,7 @@ class PlainForward:
     def _project(
         self, layer: "_Layer", hidden: torch.Tensor, shape: tuple[int, ...], cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
-        """Queries, keys and values [*shape, heads, size] of hidden states, keys and queries at their positions."""
+        """Queries, keys and values [*shape, heads, size] of hidden states; queries and keys are rotated."""
         heads = layer.qkv(self._normed(hidden, layer.before_attention)).view(*shape, -1, self._size)
         kv_heads = (heads.shape[-2] - self._heads) // 2
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -116,7 +118,7 @@ class PlainForward:
         return heads
 
     def _finish(self, layer: "_Layer", hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The layer's output from its input and what its heads attended to, both [tokens, …]."""
+        """The layer's output from its input and from the output of its heads, both [tokens, …]."""
         hidden = self._add_product(hidden, attended, layer.output)
         gate, up = layer.gate_up(self._normed(hidden, layer.before_mlp)).chunk(2, -1)
         return self._add_product(hidden, functional.silu(gate).mul_(up), layer.down)
@@ -201,7 +203,7 @@ class _Projection:
 
     @classmethod
     def of(cls, linears: Sequence[torch.nn.Linear]) -> "_Projection":
-        """The joint parameters, of which those of the linear layers become views."""
+        """The joined parameters. The parameters of the linear layers become views of them."""
         joined = torch.cat([linear.weight for linear in linears])
         # [in, out] in memory: a CPU's product of few rows in float32 takes up to 40 % less time, in bfloat16 the same.
         if joined.dtype == torch.float32:

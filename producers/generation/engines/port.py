@@ -152,7 +152,7 @@ def encoded(tokenizer: Tokenizer, prompt: Prompt, longest: int) -> list[int]:
         token_ids = tokenizer.encode_prompt(prompt)
     except PromptRefused:
         raise
-    except ModelError as error:  # the message says what is missing, and for which prompt
+    except ModelError as error:  # the message names the missing template and the prompt
         raise PromptRefused("no chat template", str(error)) from error
     except Exception as error:  # chat templates may raise any exception
         said = f"{type(error).__name__}: {error}"[:MAX_SAID]

@@ -140,7 +140,7 @@ class ThreadedEngine:
     async def adopt(self, directory: Path, version: PolicyVersion) -> None:
         """See ``Engine``."""
         self._running_facts()
-        # One adoption at a time. Weights are read outside the engine's thread, so decoding continues meanwhile.
+        # One adoption at a time. Weights are read outside the engine's thread, so decoding continues during the read.
         async with self._adopting:
             # A cancelled caller waits for the reading to end: of two readings, one could get the other's sent weights.
             weights = await in_thread(self._decoder.read_weights, directory, on_cancel=self._decoder.give_up)

@@ -347,7 +347,7 @@ class VllmDecoder:
         expected = dict(zip(turn.names, turn.sums, strict=True))
         for rank, sums in enumerate(in_ranks("received_sums")):
             if wrong := [name for name, expected_sum in expected.items() if sums.get(name) != expected_sum]:
-                raise EngineError(f"expected {wrong[0]} as it was sent, got another checksum in rank {rank}")
+                raise EngineError(f"expected {wrong[0]} with the sender's checksum, got another in rank {rank}")
 
     def _adopt_adapter(self, adapter: PublishedAdapter) -> None:
         """Replace the previous adapter, also for running requests: all adapters share a name and a number."""
@@ -369,7 +369,7 @@ class VllmDecoder:
         finally:
             self._group.close()
             if loop is not None:
-                # The event loop has to run once more to close the client's sockets and tasks.
+                # The event loop has to run again to close the client's sockets and tasks.
                 loop.run_until_complete(asyncio.sleep(0))
                 loop.close()
             if core is not None:

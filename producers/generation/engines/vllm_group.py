@@ -172,7 +172,7 @@ class _Process(context.SpawnProcess):
             self._group.start(self, super().start)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The new process calls ``_join`` before its target is unpickled, and thereby imported.
+        # The new process calls ``_join`` before it unpickles its target, which imports the target's module.
         return _join, (type(self), self.member, os.getpid()), self.__dict__ | {"_group": None}
 
     def run(self) -> None:

@@ -78,7 +78,7 @@ def _magnitude(digits: str) -> float:
 
 def _in_order(numbers: list[float]) -> list[float]:
     """The first and the last numbers: prompts of one template have their parameters at the same places."""
-    # -1 stands for no number, because no magnitude is below 0.
+    # -1 means no number, because no magnitude is below 0.
     first = (numbers + [-1.0] * FIRST_NUMBERS)[:FIRST_NUMBERS]
     last = ([-1.0] * LAST_NUMBERS + numbers)[-LAST_NUMBERS:]
     return first + last

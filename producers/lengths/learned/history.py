@@ -26,7 +26,7 @@ RECENT = 32
 SLOPE_WINDOW = 1024
 """Completions over which a slope is fitted: each time that many are added, the weight of older ones falls by e."""
 PRIOR, ENOUGH = 1.0, 4.0
-"""Sum of squares that stands for a slope of 0 before the first completion, and sum from which a slope is trusted."""
+"""Sum of squares with which a slope of 0 counts at first, and the sum from which on a fitted slope is trusted."""
 
 
 @dataclass(slots=True)

@@ -40,7 +40,7 @@ def _open_predictor(settings: "LengthSettings", loop: "LoopSettings", buckets: "
 
 
 def _check_trees(settings: "LengthSettings") -> None:
-    """Check that the library that fits trees is installed, if they are what is fitted."""
+    """Check that the library that fits trees is installed, if the predictor fits trees."""
     if settings.predictor == "learned":
         require_extra("learned", 'lengths.predictor = "learned"')
 

@@ -209,7 +209,7 @@ def check_references(table: AuditTable) -> list[Violation]:
 def _second_fates(table: AuditTable) -> list[Violation]:
     """Records that more than one counted entry names, by what the entries say."""
     # Sorted by position, the entries of one record are neighbours. Each run of equal keys starts at one of ``begins``
-    # and has ``sizes`` entries, of which ``trained_in`` are steps.
+    # and has ``sizes`` entries; ``trained_in`` of them are steps.
     keys, trained = table.keys, table.codes == TRAINED
     # The first key always starts a run, hence the special case of no keys. reduceat sums
     # trained[begins[i]:begins[i + 1]].

@@ -62,7 +62,7 @@ def _unpacked(content: bytes, kind: str = "q") -> "array[int]":
 
 
 class NameTable:
-    """A list of texts, some of which may be None. ``hashes`` (8 bytes each) compare them without decoding."""
+    """A list of texts or None. ``hashes`` (8 bytes each) compare them without decoding."""
 
     def __init__(self, text: bytes = b"", ends: "array[int] | None" = None, hashes: "array[int] | None" = None) -> None:
         # All texts in one buffer, text i at [ends[i - 1], ends[i]): a str each would cost tens of bytes more.

@@ -1,7 +1,7 @@
 """Decides which records are settled, and which settled records are no longer settled. Pure.
 
 Invariant settling_changes_no_verdict: judging the unsettled records and adding the tallies of the settled ones always
-gives the same report as judging all records. It holds because a settled record breaks no rule by itself. Several events
+gives the same report as judging all records. It holds because a settled record alone breaks no rule. Several events
 could make it break one: a second fate, a second record of its name that is trained, a crash or a restore that undoes
 its step, another cluster, a checkpoint that disagrees with it. Each of them unpacks the record before it is judged.
 """

@@ -28,7 +28,7 @@ KINDS = {name.removeprefix("time/"): kind for kind, name in PHASES}
 LINEAGE = 1
 """Lineage of all versions here: the files name weights by their step."""
 NOT_KEPT = -1
-"""Partition and offset of a trajectory of which only the text was kept."""
+"""Partition and offset of a trajectory whose record was not kept, only its text."""
 
 
 def ended_state(past: PastRun) -> RunState:

@@ -2,7 +2,7 @@
 
 Invariants, each with a test of its name:
 - only_listed_runs_are_opened: a run in an address is looked up in the list of runs. No path is made of it;
-- few_runs_are_open_at_once: a run is followed only after somebody has opened it, and at most ``MAX_OPEN`` are.
+- few_runs_are_open_at_once: a run is followed only after a reader has opened it, and at most ``MAX_OPEN`` runs are.
 """
 
 import asyncio

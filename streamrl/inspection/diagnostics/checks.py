@@ -1,6 +1,6 @@
 """The checks of `streamrl doctor`: the clocks, the broker and its topics, and this machine. They change nothing.
 
-A check yields findings. Each says what was checked, what was found and, if necessary, what to do.
+A check yields findings. Each names the thing checked, the result and, if necessary, what to do.
 """
 
 import asyncio
@@ -319,7 +319,7 @@ def check_codecs(used: str) -> Iterator[Finding]:
 
 
 def check_disk(places: dict[str, Path]) -> Iterator[Finding]:
-    """Check disk space and write access. ``places``: directories by what they hold; they may not exist yet."""
+    """Check disk space and write access. ``places``: directories by the name of their content; they may not exist."""
     for name, place in places.items():
         # The disk of a folder that does not exist yet is that of its nearest parent.
         folder = next(each for each in (place.absolute(), *place.absolute().parents) if each.exists())

@@ -114,7 +114,7 @@ def known_fields(topic: Topic | None) -> set[str] | None:
     if topic.message is None:
         return names | set(_DEAD_LETTER_FIELDS)
     kinds: tuple[type[Message], ...] = (topic.message, *topic.also)
-    # Control messages are a union, of which the catalogue names one.
+    # Control messages are a union; the catalogue names one of its kinds.
     if topic.message is WeightsReady:
         # ``Annotated[A | B, ...]``: its first argument is the union, whose arguments are the kinds.
         kinds = (*get_args(get_args(ControlMessage)[0]), *topic.also)

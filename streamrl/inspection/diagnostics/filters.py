@@ -58,7 +58,7 @@ def parse_filter(text: str) -> Filter:
     """Parse an expression.
 
     Raises:
-        UserError: the text is not a filter; the message says what was expected where.
+        UserError: the text is not a filter; the message names the place and what to write there.
     """
     parser = _Parser(text, list(_tokens(text)))
     test = parser.expression()

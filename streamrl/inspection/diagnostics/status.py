@@ -92,7 +92,7 @@ class RunStatus:
 
     @property
     def trained_groups(self) -> int | None:
-        """Groups trained since the run began, also over restarts: each step takes equally many."""
+        """Groups trained since the run's first start, over all restarts: each step takes equally many."""
         # Reports of the first steps may be deleted, but the version's number counts all steps.
         per_step = self.state.metrics.get("ledger/groups")
         return None if per_step is None else int(per_step) * self.version.number

@@ -157,7 +157,7 @@ class Replayer:
 
     async def _start(self, chain: Sequence[ChainSegment], done: int) -> RestorePoint:
         """The nearest restore point at or before step ``done``."""
-        # Nearest first, so that few steps are taken again. A running trainer may have pruned a checkpoint meanwhile.
+        # Nearest first, so that few steps are taken again. A running trainer may prune a checkpoint during this.
         for version in usable_restore_points(chain, done, await self.compute(self.restore_points.versions)):
             try:
                 return await self.compute(self.restore_points.load, version)

@@ -57,7 +57,7 @@ class RebuiltStep:
         Equal metrics do not prove equal weights. So the verdict is then ``not recorded``; or ``bit-equal`` if the step
         was refused, because a refused step has no weights.
         """
-        # If only one of trainer and replay applied the gradient, they differ, whatever the tensors are.
+        # If only one of trainer and replay applied the gradient, they differ, even if all tensors are equal.
         if bool(self.problem) != self.refused or not all(tensor.equal for tensor in self.tensors):
             return "differs"
         if self.tensors:

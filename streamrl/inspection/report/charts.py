@@ -20,7 +20,7 @@ MARKS = 40
 class Curve(NamedTuple):
     """A chart. ``keys``: metrics and their labels. If runs are compared, only the first metric is drawn.
 
-    A ``*`` in a key matches any text, so the key stands for several metrics.
+    A ``*`` in a key matches any text, so the key can match several metrics.
     """
 
     title: str

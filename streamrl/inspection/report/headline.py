@@ -27,8 +27,10 @@ IN_SETUP = ("model.path", "data.path", "data.dataset", "algorithm.name", "traini
 
 
 class Headline(NamedTuple):
-    """The result of a run in one line; ``notes``: what it stands on. ``change`` is empty if there is nothing to compare
-    with. ``better``: whether the change is one for the better; None: not certain.
+    """The result of a run in one line.
+
+    ``notes``: the evidence for it. ``change`` is empty if there is nothing to compare with. ``better``: whether the
+    change is one for the better; None: not certain.
     """
 
     what: str
@@ -144,7 +146,7 @@ def difference_interval(before: float, after: float, count: int) -> tuple[float,
 
 
 def tiles_of(record: RunRecord) -> tuple[Tile, ...]:
-    """Six tiles, the same for every run: held out, reward, steps, speed, staleness, and what was not trained."""
+    """Six tiles, the same for every run: held out, reward, steps, speed, staleness, and skipped trajectories."""
     figures = {figure.key: figure for figure in figures_of(record)}
     return (
         _held_out_tile(held_out_of(record)),

@@ -110,7 +110,7 @@ def _rare(groups: Sequence[_Group]) -> tuple[PromptAsked, ...]:
 
 
 def value_charts(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Two charts: what happened against what was predicted, and both over the run."""
+    """Two charts: outcomes against predictions, and both over the run."""
     calibration: list[dict[str, Any]] = []
     over_time: list[dict[str, Any]] = []
     for number, record in enumerate(records):

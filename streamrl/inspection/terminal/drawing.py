@@ -251,7 +251,7 @@ def draw_rows(data: Mapping[str, Any], width: int, height: int) -> Text:
 
 
 def preview(row: Mapping[str, Any]) -> Text:
-    """What is known of a trajectory without reading its record from the topic."""
+    """The facts of a trajectory that need no read of its record from the topic."""
     text = Text.assemble(
         (plain_text(row["id"]), "bold"), ("  at ", MUTED), row["place"], ("  ", ""), (row["fate"], ACCENT)
     )

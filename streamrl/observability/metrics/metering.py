@@ -1,7 +1,7 @@
 """Metrics from the records on a role's bus: an observer that counts them, and meters that read their messages.
 
 Each role is measured by its own messages: the trainer by its reports, a worker by its heartbeats, the coordinator by
-its announcements and the heartbeats that it reads. The dispatcher is asked for its status instead.
+its announcements and the heartbeats that it reads. For the dispatcher, its status is read instead.
 
 Invariant measuring_never_fails: a meter that raises is logged once and dropped; records are still counted.
 """
@@ -175,7 +175,7 @@ class TrainerMeter:
             case RefusedStep():
                 self.meters.count("trainer_refused_steps", message.algorithm)
             case SkipRecord():
-                # one row stands for a whole range of offsets if retention deleted them
+                # one row covers a whole range of offsets if retention deleted them
                 count = message.end - message.offset
                 self.meters.count("skipped_trajectories", message.algorithm, message.reason.value, by=count)
 

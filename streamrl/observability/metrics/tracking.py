@@ -334,7 +334,7 @@ class WandbWriter:
             self._run = start()
         except ConnectionError as error:
             # The connection to wandb's service, a local process that has died. Errors of its server have other classes.
-            log.warning("W&B's service died, starting it once more", error=str(error))
+            log.warning("W&B's service died, starting it again", error=str(error))
             with contextlib.suppress(Exception):
                 wandb.teardown()
             self._run = start()

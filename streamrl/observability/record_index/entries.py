@@ -20,14 +20,14 @@ from streamrl.schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, SKIPS, ST
 RETRY_OF = "dlq-retry-of"
 """Header of a record that was sent again: partition and offset of the refused one on the same topic."""
 WHOLE_GROUP = -1
-"""Stands for all samples of a group, in place of a sample's number; also for a name that has no number."""
+"""Number that means all samples of a group, and the number of a name that has none."""
 _SAMPLE_DIGITS = 9
 _MARKED_BYTES = 256
 """Bytes of a value that enter its record's mark. A frame starts with its id, so they distinguish records."""
 
 
 class Kind(IntEnum):
-    """The kind of record that a named row stands for. The numbers are stored in the file."""
+    """The kind of record that a named row is about. The numbers are stored in the file."""
 
     TRAJECTORY = 0
     ORDER = 1

@@ -78,7 +78,7 @@ class IndexFollower:
         """Keep the index up to date.
 
         Consumes: the run's topics, from the end of the index on. Produces: rows of the index.
-        Waits for: its pace. On failure: tries again at the next turn; a reader of the index catches up by itself.
+        Waits for: its pace. On failure: tries again at the next turn; a reader of the index catches up on its own.
         On stop: returns at once.
         """
         pause = FIRST_FOLLOW_S

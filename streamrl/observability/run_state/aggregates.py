@@ -1,7 +1,7 @@
 """Bounded aggregates of a run's records, one for each kind of figure. Pure.
 
-Invariant every_aggregate_is_bounded: the size of an aggregate has an upper limit, whatever it is given. Times are epoch
-seconds and come with the figures: no aggregate reads a clock.
+Invariant every_aggregate_is_bounded: the size of an aggregate has an upper limit for any input. Times are in seconds
+since the epoch and come with the figures: no aggregate reads a clock.
 """
 
 import math
@@ -19,7 +19,7 @@ NO_VERSION = PolicyVersion(0, 0)
 KEPT_STEPS = 2000
 """Number of steps kept whole, some megabytes. A resumed trainer hardly ever falls back further than that."""
 ENDS = 5
-"""Most steps whose mean reward stands for a run's start, and for its end: a single step is noisy."""
+"""Most steps whose mean reward is shown as that of a run's start, and of its end: a single step is noisy."""
 RATE_STEPS = 10
 LAG_PREFIX = "kafka/lag/bucket_"
 """Prefix of a step's metrics that count the unfinished records of a length bucket."""
@@ -198,7 +198,7 @@ class Rate:
 
 EVENTS_KEPT = 120
 MARKS_KEPT = 60
-"""Most marks in the curves: more could not be told apart in a chart."""
+"""Most marks in the curves: a reader could not distinguish more in a chart."""
 REPEAT_WITHIN_S = 5.0
 MarkKind = Literal["promotion", "restart", "resumed", "settings"]
 
@@ -261,7 +261,7 @@ class Curves:
     """Metrics over the optimizer steps, with few enough points to draw.
 
     There are at most ``most`` points, each the mean of ``stride`` steps, so that the whole past stays visible.
-    ``families``: prefixes and suffixes of further names, a few of which are added when they occur.
+    ``families``: prefixes and suffixes of further names. The first few such names that occur are added.
     """
 
     names: Sequence[str]
@@ -277,7 +277,7 @@ class Curves:
             while rows and (rows[-1]["step"] or 0) >= step:
                 rows.pop()
         self._take_names(values)
-        # The newest steps wait in ``_pending`` until the next point starts, so that the newest is drawn by itself.
+        # The newest steps wait in ``_pending`` until the next point starts, so that the newest is drawn alone.
         if len(self._pending) >= self.stride:
             self.rows.append(_mean(self._pending))
             self._pending.clear()

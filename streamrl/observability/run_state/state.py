@@ -529,7 +529,7 @@ class RunState:
         self.track(TRAINER).mark(report.sent_at, "refused", f"step {report.step} refused")
 
     def _skip(self, row: SkipRecord) -> None:
-        # One row may stand for a whole range of offsets, for example if retention deleted them.
+        # One row may cover a whole range of offsets, for example if retention deleted them.
         count = max(1, row.end - row.offset)
         self.refusals.skips.add(row.lineage, row.sent_at, row.reason.value, count)
         if row.reason in CAUSED:

@@ -93,7 +93,7 @@ class Exporting:
         )
 
     def close(self) -> None:
-        """Export the rest; takes at most ``END_S``, whatever the collector does."""
+        """Export the rest; takes at most ``END_S``, even if the collector does not answer."""
         # the SDK's shutdown waits for the collector without limit; a daemon thread does not delay our exit
         ending = Thread(target=self._processor.shutdown, name="traces-ending", daemon=True)
         ending.start()

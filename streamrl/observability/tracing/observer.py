@@ -15,7 +15,7 @@ from streamrl.observability.tracing.context import SpanContext, context_of
 class StoredRecord(NamedTuple):
     """A record that the broker has. The offset of a record in a transaction is not known.
 
-    Times are in seconds since the epoch: when sending began and ended.
+    Times are in seconds since the epoch: the start and the end of sending.
     """
 
     topic: str

@@ -9,8 +9,8 @@ This is Laminar's chain-pipelined broadcast (arXiv 2510.12633, section 4 and app
 
 Invariants:
 - relays_never_wait_for_each_other: a relay fetches only from relays before it, in an order given by each relay's own
-  name and site, or from relays that hold the whole version. So two relays never wait for each other, whatever each
-  believes about the others;
+  name and site, or from relays that hold the whole version. So two relays never wait for each other, even if
+  they disagree on which relays exist;
 - every_relay_has_an_upstream: as long as a store, or a relay that holds the version, is alive and not given up.
 """
 

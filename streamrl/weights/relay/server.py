@@ -54,7 +54,7 @@ class RelayLoops(Protocol):
 class Relay:
     """Serves ``GET /weights``, ``GET /weights/{version}/{file}`` (also for other series) and ``GET /health``.
 
-    Clients on the same host may ask for ``DIRECTORY`` in place of a file. ``store_of_series``: gives the store of a
+    Clients on the same host may ask for ``DIRECTORY`` instead of a file. ``store_of_series``: gives the store of a
     series by name; None if the relay serves copies, or the run has one series. ``on_response`` is called when an answer
     starts, with its status and the number of bytes of weights in it. ``copies``: copies of another relay's versions,
     served instead of ``store``; None: the relay serves the trainer's own store. ``loops``: None without a bus.
@@ -204,7 +204,7 @@ class Relay:
         headers = {"Content-Type": "application/octet-stream"}
         is_paced = self._pace.is_bounded and not _is_of_this_host(request)
         if is_settled and not is_paced:
-            # It answers Range by itself, so that an interrupted download can continue.
+            # It also answers Range, so that an interrupted download can continue.
             return LeasedFile(arriving.path, headers, lease)
         size, wanted = arriving.file.size, request.http_range
         start, stop = wanted.start or 0, size if wanted.stop is None else min(wanted.stop, size)

@@ -1,4 +1,4 @@
-"""The weight sender as a feature: its process, and what it requires of engines and settings."""
+"""The weight sender as a feature: its process, and its demands on engines and settings."""
 
 from collections.abc import Sequence
 from functools import partial

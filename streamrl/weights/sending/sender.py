@@ -41,7 +41,7 @@ log = structlog.get_logger()
 TIMEOUT_S = 60.0
 """Longest wait in seconds for a turn, an engine's processes, or one tensor."""
 STUCK_AFTER = 3.0
-"""Multiple of the timeout: connecting, and each tensor, may take the timeout by itself."""
+"""Multiple of the timeout: connecting may take the whole timeout, and so may each tensor."""
 MOST_SESSIONS = 1024
 """Most engines with a group. Beyond that, the engine served longest ago loses its group and has to join again."""
 

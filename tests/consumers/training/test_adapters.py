@@ -201,7 +201,7 @@ def test_a_checkpoint_of_another_base_or_shape_or_kind_is_refused(place: Place, 
     with pytest.raises(CheckpointError, match=r"of shape \(8, .*training.lora was changed: set it back"):
         open_policy(str(place.base), directory, CPU, wider)
     whole = TRAINING.model_copy(update={"lora": LoraSettings()})
-    with pytest.raises(ModelError, match=r"got an adapter: set training.lora as it was, or merge the adapter first"):
+    with pytest.raises(ModelError, match=r"got an adapter: set training.lora as before, or merge the adapter first"):
         open_policy(str(place.base), directory, CPU, whole)
     with pytest.raises(ModelError, match=r"got a whole model: the run trained all weights before"):
         open_policy(str(place.base), place.base, CPU, TRAINING)

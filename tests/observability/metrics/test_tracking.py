@@ -254,7 +254,7 @@ def test_a_service_of_wandb_that_dies_while_a_run_begins_is_started_once_more(
     with capture_logs() as said:
         open_writer("wandb", "p", "r", tmp_path, {})
     assert (wandb.begun, wandb.is_dead) == (2, False)
-    assert [line["event"] for line in said] == ["W&B's service died, starting it once more"]
+    assert [line["event"] for line in said] == ["W&B's service died, starting it again"]
 
 
 def test_a_service_of_wandb_that_dies_each_time_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
