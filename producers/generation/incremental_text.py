@@ -6,7 +6,7 @@ from streamrl.producers.generation.engines.port import Decode, Tokenizer
 from streamrl.schemas.trajectories import SamplingParams
 
 _HELD_TIMES = 8
-"""Calls for which an incomplete character is held back. UTF-8 has at most 4 bytes a character, a token at least one."""
+"""Calls for which an incomplete character is held back: twice the 4 bytes of UTF-8's longest, at a byte a token."""
 
 
 class IncrementalText:

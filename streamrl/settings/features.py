@@ -73,7 +73,7 @@ class ChildProcess:
 
 @dataclass(frozen=True)
 class FeatureRole:
-    """A kind of process. ``help`` is its command's help text, whose first line also stands alone.
+    """A kind of process. ``help`` is its command's help text; lists of commands show its first line alone.
 
     ``build`` constructs the process and raises ``UserError`` if the settings do not fit. ``has_id``: a run may have
     several, each with its own id. ``leads``: it fences or leads other processes of its run, so it refuses topics that
@@ -139,8 +139,9 @@ class PolicyHooks:
     """What changes if several policies may share the stream.
 
     ``control`` is for the coordinator, ``dispatch`` for dispatcher and evaluator, ``wanted_series`` for workers and
-    relays, ``operators`` for the Python API. ``lead_trainer`` builds a trainer that sends heartbeats, from its context,
-    the seconds between two heartbeats, and a function that returns its parts, given whether its policy is served.
+    relays, ``operators`` for the Python API. ``lead_trainer`` builds a trainer that sends heartbeats. It takes the
+    trainer's context, the seconds between two heartbeats, and a function that returns the trainer's parts, given
+    whether its policy is served.
     """
 
     control: "Callable[[CoordinatorContext], PolicyControl]"
@@ -249,9 +250,9 @@ class StartHooks:
     ``packages`` raises ``SettingsError`` if a package that the feature needs is not installed. ``check`` runs before
     anything is written, such as a check for a free port; it raises ``UserError``. ``try_out`` tries something that the
     run will use, such as a user's class. It returns its result in one line, or None if there is nothing to try, and
-    raises ``UserError``. ``notes``: advice on the settings, for a run that can start.
-    ``inputs``: files and code that it depends on besides settings, to notice changes. ``lines``: lines to print;
-    ``options``: options for all processes of the run that are known only at its start, such as a free port.
+    raises ``UserError``. ``notes``: advice on the settings, for a run that can start. ``inputs``: files and code that
+    the feature depends on besides settings, to notice changes. ``lines``: lines to print. ``options``: options for all
+    processes of the run that are known only at its start, such as a free port.
     """
 
     packages: "Callable[[Settings], None]" = _nothing

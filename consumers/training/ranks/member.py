@@ -1,4 +1,4 @@
-"""The process of a rank other than 0: does what rank 0's messages say, one at a time, until rank 0 is gone.
+"""The process of a rank other than 0: carries out rank 0's messages, one at a time, until rank 0 is gone.
 
 Rank 0 (``team.py``) starts it with one end of a pair of sockets. It opens no topic and no store; it writes its part of
 a checkpoint into the directory that rank 0 names. It ignores SIGINT and SIGTERM, which a terminal or a service manager
@@ -30,7 +30,7 @@ FAILURE_REPORT_DELAY_S = 2.0
 
 
 def serve(end: socket.socket) -> NoReturn:
-    """Work as a rank until the other end is gone; then this process ends, even if it waits for something else."""
+    """Work as a rank until rank 0 closes its end; then this process ends, even if it waits for something else."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     wire, messages = Wire(end), queue.SimpleQueue[RankMessage]()

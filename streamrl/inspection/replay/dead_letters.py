@@ -30,7 +30,7 @@ class ReplayedDeadLetter:
     """A dead letter. ``origin``: the record's topic, partition and offset; ``first_error``: why it was refused.
 
     ``problem``: why it cannot be used today either; empty if it can. Then ``row`` is its contribution to a step of its
-    group alone. Its advantage is computed among itself and the ``siblings`` that the topic holds.
+    group alone. ``siblings``: number of the group's other samples on the topic; the advantage compares it with them.
     """
 
     offset: int

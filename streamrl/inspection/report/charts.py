@@ -1,7 +1,8 @@
 """Data of a report's charts: curves over steps, a track of intervals per process, and shares of the time.
 
-Lines name their run, and share its steps and seconds. Tracks are in milliseconds since the run's start. Invariant
-the_page_stays_small: a line has at most ``POINTS`` points for a run of any length. In a long run each is a mean.
+Each line of a curve names its run, whose axes (``axes``) all its lines share. Tracks are in milliseconds since the
+run's start. Invariant the_page_stays_small: a line has at most ``POINTS`` points for a run of any length. In a long run
+each point is the mean of several steps.
 """
 
 from bisect import bisect_right
@@ -154,7 +155,7 @@ def marks(record: RunRecord) -> list[dict[str, Any]]:
     rows, topics = record.rows, record.facts.topics
     found: list[tuple[float, str, str]] = [(mark.at, mark.kind, mark.text) for mark in (topics.marks if topics else ())]
     for start in (each for each in record.starts if each.is_marked):
-        # The start's first trainer is the reason of this restart: it is drawn once, with the words of the start.
+        # This start caused the first restart after it: both are one mark, with the words of the start.
         own = next((mark for mark in found if mark[0] >= start.at and mark[1] == "restart"), None)
         found = [mark for mark in found if mark is not own]
         text, kind = start.mark()

@@ -39,7 +39,7 @@ MOST_INTERVALS = 2000
 """Most intervals kept of a worker: about one per pixel of a wide screen."""
 WINDOWS = 16
 LEAST = 64
-"""Fewest completions in a window: the longest fifth of fewer would mean little."""
+"""Fewest completions in a window: the longest fifth of a smaller one says little."""
 _ADOPTED = re.compile(r'^timestamp=(\S+) .*event="weights adopted" version=((?:[^\s/]+/)?\d+-\d+)\b')
 
 
@@ -117,7 +117,7 @@ async def _workers(
         intervals.setdefault(summary.worker_id, []).append((summary.started_at, summary.finished_at))
     # Names come from records: a name with a path in it must not lead out of the folder of logs.
     adopted = {worker: adoptions(logs / f"{worker}.log") for worker in intervals if is_plain_name(worker)}
-    # Log files may be on another machine, or cut. Heartbeats have the same, up to a second late.
+    # Log files may be on another machine, or cut. Heartbeats tell the same, up to a second late.
     if not all(adopted.get(worker) for worker in intervals):
         adopted |= {worker: seen for worker, seen in (await _beats(history, run)).items() if not adopted.get(worker)}
     return {
@@ -149,7 +149,7 @@ async def _steps(
     async for message in _messages(history, run, STEPS):
         if isinstance(message, StepReport):
             first = message.version.lineage if first is None else first
-            # The first report of a lineage has no groups. That of the run's first trainer replaces none.
+            # The first report of a lineage has no groups. The run's first trainer replaces no other.
             if not message.group_ids and message.version.lineage > first:
                 by = "a restore" if message.undoes else "a new trainer"
                 marks.append(RunMark(at=message.sent_at, kind="restart", text=f"{by}, from step {message.step}"))
@@ -319,7 +319,7 @@ def _windows(ascending: Sequence[Estimated]) -> list[Sequence[Estimated]]:
 def _judged(window: Sequence[Estimated]) -> tuple[float, float | None, float | None, float | None]:
     actual = [each.actual for each in window]
     recall = recall_of_longest([each.predicted for each in window], actual)
-    # The recall of a predictor that knows nothing, by chance.
+    # The recall, by chance, of a predictor that takes all completions for equally long.
     constant = recall_of_longest([1] * len(window), actual)
     return round(window[-1].at, 3), recall, constant, _coverage(window)
 
