@@ -9,7 +9,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from importlib import import_module
 from itertools import islice
@@ -54,9 +54,11 @@ def loaded(name: str, options: Mapping[str, Any]) -> Environment | AgentProgram:
     kind, _, what = name.partition(":")
     if kind == "verifiers":
         return VerifiersProgram(what, options)
+    make: Callable[..., object]
     if kind == "openenv":
-        return OpenEnvEnvironment(what, **options)
-    make: Callable[..., object] = SHIPPED[name] if name in SHIPPED else load_function(name)
+        make = partial(OpenEnvEnvironment, what)
+    else:
+        make = SHIPPED[name] if name in SHIPPED else load_function(name)
     try:
         made = make(**options)
     except TypeError as error:
@@ -175,7 +177,11 @@ class OpenEnvEnvironment:
 
     The policy reads observations as text, and its reply is the action. ``action``: the action's field for the text;
     ``observation``: the observation's field to show (empty: all of it); ``prompt``: text before the first observation;
-    ``max_tokens``: most tokens of a turn, by default as many as the run allows.
+    ``max_tokens``: most tokens of a turn, by default as many as the run allows. ``timeout_s``: longest wait for an
+    answer of the server.
+
+    Raises:
+        UserError: the address is not one of HTTP.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -190,6 +196,8 @@ class OpenEnvEnvironment:
         max_tokens: int | None = None,
         timeout_s: float = 60.0,
     ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise UserError(f"expected openenv:http://HOST:PORT, got openenv:{url}")
         self._url, self._timeout_s = url.rstrip("/") + "/ws", timeout_s
         self._action, self._observation, self._prompt = action, observation, prompt
         self._http: aiohttp.ClientSession | None = None
@@ -214,11 +222,28 @@ class OpenEnvEnvironment:
 
     async def _request(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         assert self._socket is not None, "an episode starts with reset"
-        await self._socket.send_json({"type": kind, "data": dict(data)})
-        answer = await self._socket.receive_json(timeout=self._timeout_s)
+        try:
+            await self._socket.send_json({"type": kind, "data": dict(data)})
+            message = await self._socket.receive(timeout=self._timeout_s)
+        except TimeoutError as error:
+            raise UserError(
+                f"expected {self._url} to answer {kind} within {self._timeout_s:g} s, got nothing; look at the server, "
+                "or set its option timeout_s"
+            ) from error
+        except ConnectionError as error:
+            raise UserError(f"expected {self._url} to answer {kind}, got: {error}") from error
+        if message.type is not aiohttp.WSMsgType.TEXT:
+            raise UserError(
+                f"expected {self._url} to answer {kind}, got the end of the connection; look at the server's log"
+            )
+        answer = message.json()
         found = answer.get("data") or {}
         if answer.get("type") == "error":
-            raise UserError(f"expected {self._url} to answer {kind}, got: {found.get('message')}")
+            # pydantic's errors, if the server's action has other fields
+            faults = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in found.get("errors") or ()]
+            raise UserError(
+                f"expected {self._url} to answer {kind}, got: {'; '.join([str(found.get('message')), *faults])}"
+            )
         return cast("Mapping[str, Any]", found)
 
     async def close(self) -> None:

@@ -42,6 +42,13 @@ async def openenv_server() -> AsyncIterator[tuple[str, list[Any]]]:
                 case "reset":
                     data: dict[str, Any] = {"observation": {"text": "go", "more": 1}, "reward": None, "done": False}
                     await socket.send_json({"type": "observation", "data": data})
+                case "step" if "message" not in said["data"]:
+                    faults = [{"loc": ["message"], "msg": "Field required"}, {"loc": ["word"], "msg": "Extra inputs"}]
+                    await socket.send_json({"type": "error", "data": {"message": "Invalid message", "errors": faults}})
+                case "step" if said["data"]["message"] == "wait":
+                    continue
+                case "step" if said["data"]["message"] == "leave":
+                    break
                 case "step" if said["data"]["message"] == "fail":
                     await socket.send_json({"type": "error", "data": {"message": "no such move", "code": "X"}})
                 case "step":
@@ -84,6 +91,31 @@ async def test_a_server_of_openenv_is_an_environment() -> None:
     await away.close()  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("wait", r"to answer step within 0\.1 s, got nothing; look at the server, or set its option timeout_s"),
+        ("leave", "to answer step, got the end of the connection; look at the server's log"),
+    ],
+)
+async def test_an_openenv_server_that_does_not_answer_is_named(word: str, why: str) -> None:
+    async with openenv_server() as (url, _):
+        made = OpenEnvEnvironment(url, timeout_s=0.1)
+        await made.reset(0)
+        with pytest.raises(UserError, match=rf"expected {url}/ws {why}"):
+            await made.step(PolicyReply(word, (), "stop", {}))
+        await made.close()
+
+
+async def test_a_server_whose_action_has_another_field_names_it() -> None:
+    async with openenv_server() as (url, _):
+        made = OpenEnvEnvironment(url, action="word")
+        await made.reset(0)
+        with pytest.raises(UserError, match="got: Invalid message; message: Field required; word: Extra inputs"):
+            await made.step(PolicyReply("left", (), "stop", {}))
+        await made.close()
+
+
 async def test_environments_that_cannot_be_loaded_give_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verifiers", None)  # as where it is not installed
     here = "tests.producers.environments.test_adapters"
@@ -92,6 +124,8 @@ async def test_environments_that_cannot_be_loaded_give_one_line(monkeypatch: pyt
     for name, options, why in (
         ("verifiers:gsm8k", {}, "pip install verifiers"),
         ("guess", {"nonsense": 1}, "expected options that environment guess accepts"),
+        ("openenv:http://here", {"nonsense": 1}, "expected options that environment openenv:http://here accepts"),
+        ("openenv:here:80", {}, "expected openenv:http://HOST:PORT, got openenv:here:80"),
         (f"{here}:openenv_server", {}, "to make an environment"),
         (f"{here}:nobody", {}, "nobody"),
     ):
