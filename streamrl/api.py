@@ -227,7 +227,8 @@ class Run:
     def trajectories(self, *, tokens: bool = False) -> "pa.Table":
         """One row per trajectory of the topic, with the step that trained it or the reason why none did.
 
-        Columns are those of ``inspection.tables.FACTS``; ``tokens`` adds token ids, log-probs and loss mask as lists.
+        Columns are those of ``inspection.trajectory_columns.FACTS``; ``tokens`` adds token ids, log-probs and loss mask
+        as lists.
 
         Raises:
             UserError: the run's topics are neither on a broker nor on disk.

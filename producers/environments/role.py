@@ -34,6 +34,26 @@ def _endpoint(settings: "Settings") -> OwnEndpoint | None:
     return first_of(lambda feature: feature.loop.endpoint(settings))
 
 
+def _gateway_address(wanted: "EnvironmentSettings", own: OwnEndpoint | None) -> str:
+    """The address of the gateway that the environments are played through.
+
+    Raises:
+        SettingsError: there is no gateway, or its port is known only after the start.
+    """
+    if wanted.gateway:
+        return wanted.gateway
+    if own is None or not own.is_enabled:
+        raise SettingsError(
+            "expected gateway.enabled with environments.names, got no gateway to play them through; set it, or set "
+            "environments.gateway and environments.api_key"
+        )
+    if not own.address:
+        raise SettingsError(
+            "expected a fixed gateway.port with environments.names, got 0; set it, or set environments.gateway"
+        )
+    return own.address
+
+
 def build_environments(settings: "Settings", context: "ProcessContext") -> "Role":
     """Build the process that plays the run's environments.
 
@@ -47,11 +67,7 @@ def build_environments(settings: "Settings", context: "ProcessContext") -> "Role
     wanted, own = _environments_of(settings), _endpoint(settings)
     if not wanted.names:
         raise SettingsError("expected environments.names, got none; set it, for example to '[\"calculator\"]'")
-    address = wanted.gateway or (own.address if own is not None else "")
-    if not address:
-        raise SettingsError(
-            "expected a fixed gateway.port with environments.names, got 0; set it, or set environments.gateway"
-        )
+    address = _gateway_address(wanted, own)
     key = secret_value(wanted.api_key, "environments", "api_key")
     if key is None:
         if own is None:
@@ -77,12 +93,9 @@ def _processes(settings: "Settings") -> Sequence[ChildProcess]:
 
 
 def _check_settings(settings: "Settings") -> None:
-    wanted, own = _environments_of(settings), _endpoint(settings)
-    if wanted.names and not (wanted.gateway or (own is not None and own.is_enabled)):
-        raise SettingsError(
-            "expected gateway.enabled with environments.names, got no gateway to play them through; set it, or set "
-            "environments.gateway and environments.api_key"
-        )
+    wanted = _environments_of(settings)
+    if wanted.names:
+        _gateway_address(wanted, _endpoint(settings))
 
 
 async def _try_out(settings: "Settings") -> str | None:

@@ -312,7 +312,8 @@ async def _status(
 ) -> InstanceStatus:
     from streamrl.inspection.diagnostics.tail import newest_records
 
-    scope = scope_of(run, name)
+    # Before the reads, which may take longer than a heartbeat is recent on a busy machine.
+    asked_at, scope = time.time(), scope_of(run, name)
     report: StepReport | None = None
     beat: TrainerBeat | None = None
     for topic in (STEPS, HEARTBEATS):
@@ -330,7 +331,7 @@ async def _status(
         algorithm=report.algorithm if report is not None else state.algorithm if state is not None else "",
         mode="run" if state is None else state.mode,
         served=name == served,
-        alive=beat is not None and time.time() - beat.sent_at < SILENT_AFTER_S,
+        alive=beat is not None and asked_at - beat.sent_at < SILENT_AFTER_S,
         **standing(report, ends),
     )
 

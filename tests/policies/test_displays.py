@@ -2,16 +2,20 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 
-from streamrl.bus.history import BusHistory
+import pytest
+
+from streamrl.bus.history import BusHistory, Extent
 from streamrl.bus.memory import MemoryBus
-from streamrl.bus.port import Outgoing, Record
+from streamrl.bus.port import Outgoing, Record, TopicPartition
 from streamrl.deploy.local.watching import plain_line
 from streamrl.inspection.terminal.command import line_of
 from streamrl.inspection.terminal.sections import draw_workers
 from streamrl.observability.run_state.feed import RunFeed
 from streamrl.observability.run_state.snapshot import snapshot
 from streamrl.observability.run_state.state import RunState
+from streamrl.policies import role_attaching
 from streamrl.policies.role_attaching import instances_on
 from streamrl.policies.role_run_part import Instances, standing
 from streamrl.schemas.codec import encode, headers_of
@@ -186,6 +190,23 @@ async def test_status_of_instances_and_displays_tell_the_same_of_a_step() -> Non
     own, status = await instances_on(BusHistory(bus), RUN, {})
     assert {name: shown[name] for name in told} == {name: getattr(status, name) for name in told} == told
     assert {getattr(own, name) for name in told} == {None}
+
+
+async def test_a_trainer_is_alive_however_long_the_reading_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    bus, clock = topics_of(RUN), SimpleNamespace(now=100.0)
+    beat = TrainerBeat(algorithm="grpo", incarnation="i", version=PolicyVersion(1, 0), sequence=1, sent_at=99.0)
+    put(bus, HEARTBEATS, RUN, beat, "grpo")
+    monkeypatch.setattr(role_attaching, "time", SimpleNamespace(time=lambda: clock.now))
+
+    class SlowHistory(BusHistory):
+        async def extents(self, *topics: str) -> dict[TopicPartition, Extent]:
+            clock.now += 60 * (HEARTBEATS.full_name(RUN) in topics)
+            return await super().extents(*topics)
+
+    (own,) = await instances_on(SlowHistory(bus), RUN, {})
+    assert own.alive
+    (later,) = await instances_on(SlowHistory(bus), RUN, {})
+    assert not later.alive
 
 
 def test_arms_of_a_split_have_a_row_each_with_what_they_sampled_since_it_was_ordered() -> None:

@@ -23,6 +23,8 @@ def test_environments_have_a_key_of_their_own_for_the_runs_gateway(settings: Set
     tree = settings.model_dump(mode="json", exclude_none=True) | {"environments": {"names": ["guess"]}}
     with pytest.raises(SettingsError, match=r"expected gateway\.enabled with environments\.names"):
         validated(tree)
+    with pytest.raises(SettingsError, match=r"expected a fixed gateway\.port with environments\.names, got 0"):
+        validated(tree | {"gateway": {"enabled": True, "port": 0}})
     wanted = validated(tree | {"gateway": {"enabled": True, "port": 8123}})
     context = process_context("environments", wanted, Watchdog(1.0), None, None)
     for _ in range(2):
