@@ -12,6 +12,7 @@ the engine is missing, or the disk is too small.
 import asyncio
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -32,7 +33,8 @@ from streamrl.consumers.ingest.limits import LIMITS
 from streamrl.consumers.ingest.sampling import open_window
 from streamrl.deploy.local.long_steps import told_if_long
 from streamrl.producers.generation.prompt_survey import PromptSurvey, survey
-from streamrl.producers.prompts.sources import PASS_SIZE, StoredSource, open_source
+from streamrl.producers.prompts.settings import PLACEHOLDER
+from streamrl.producers.prompts.sources import PASS_SIZE, PromptSource, StoredSource, open_source
 from streamrl.producers.rewards.trial import Completion, RewardTrial, RewardTrials, Writer, try_rewards
 from streamrl.schemas.errors import ModelError, RewardLoadError, StreamRLError, UserError
 from streamrl.schemas.extras import require_extra
@@ -257,7 +259,8 @@ def _too_many_refused(found: PromptSurvey, refused: str) -> str:
 class SampledPrompts:
     """The first prompts of a run, which are a random sample of its data.
 
-    ``total``: prompts in one pass over the data. ``left_out``: how many rows are left out, and why; empty if none is.
+    ``total``: prompts in one pass over the data. ``notes``: rows that are left out, and columns that rewards get in
+    another form.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -267,7 +270,7 @@ class SampledPrompts:
             UserError: the data cannot be opened.
         """
         self._source = open_source(settings.data, run_seed=settings.run.seed, rewards=settings.rewards.functions)
-        self.left_out = self._source.left_out if isinstance(self._source, StoredSource) else ""
+        self.notes = _notes_on(self._source, settings.data.prompt_template)
         self.total = len(self._source) if isinstance(self._source, Sized) else PASS_SIZE
 
     def first(self, most: int, patience_s: float, monotonic: Callable[[], float] = time.monotonic) -> Iterator[Prompt]:
@@ -277,6 +280,20 @@ class SampledPrompts:
             if position and monotonic() - started_at > patience_s:
                 return
             yield self._source.prompt_at(position)[0]
+
+
+def _notes_on(source: PromptSource, template: str) -> list[str]:
+    if not isinstance(source, StoredSource):
+        return []
+    binary = ", ".join(sorted(source.binary))
+    # LaTeX has names in braces after a command, as in \boxed{answer}
+    named = set(re.findall(r"(?<![A-Za-z])\{(\w+)\}", template))
+    unfilled = ", ".join(f"{{{name}}}" for name in source.columns if name in named)
+    return [
+        *([source.left_out] if source.left_out else []),
+        *([f"rewards get the bytes of column {binary} as base64 text"] if binary else []),
+        *([f"data.prompt_template replaces {PLACEHOLDER} alone: {unfilled} stays as it is"] if unfilled else []),
+    ]
 
 
 def refuses_too_many(found: PromptSurvey) -> bool:
@@ -375,7 +392,7 @@ def checked(settings: Settings, *, resumed: bool = False, enter: Callable[[str],
         raise ModelError(_too_many_refused(found, refused))
     enter(f"calling the reward functions for {min(REWARD_ROWS, len(sample))} rows")
     asyncio.run(_tried_rewards(settings, sample[:REWARD_ROWS], writer_of(settings, tokenizer)))
-    warnings = [*notes, *([f"data: {prompts.left_out}"] if prompts.left_out else [])]
+    warnings = [*notes, *(f"data: {note}" for note in prompts.notes)]
     return [*warnings, *([f"{refused} will be refused and skipped: {found.causes()}"] if found.refused else [])]
 
 

@@ -6,11 +6,18 @@ left out. Arrow files give every turn all keys of all turns, so a key there says
 
 import json
 import re
+from ast import literal_eval
 from collections.abc import Mapping
 from typing import Any
 
 _LIKE_TURNS = re.compile(r"\s*\[\s*\{\s*['\"](role|content)['\"]\s*:")
 """Start of a text that is a list of turns, written by JSON, or by Python, which JSON cannot read."""
+_LIKE_MAPPINGS = re.compile(r"\s*(?:\[\s*)?\{\s*['\"]")
+_KEYS_OF_TURNS = ({"role", "content"}, {"messages"}, {"conversations"}, {"from", "value"})
+"""Keys by which one recognises a conversation."""
+_ROLES = ("system", "user", "assistant", "tool")
+_OTHER_ROLES = ("human", "gpt", "bot", "ai", "chatgpt")
+"""Roles of other formats. Many templates write down any role, so the model would see one that it never saw."""
 TOOLS = "tools"
 """Column with the tools of a conversation: JSON schemas, as a list or as its JSON text. TRL has the same name."""
 VARIABLES = "chat_template_kwargs"
@@ -32,7 +39,7 @@ def turns_in(prompt: Any) -> str | list[dict[str, Any]]:
     if isinstance(prompt, str):
         if not prompt.strip():
             raise NotWhole("an empty text")
-        if not _LIKE_TURNS.match(prompt):
+        if not _LIKE_TURNS.match(prompt) and not _has_turns(prompt):
             return prompt
         try:
             prompt = json.loads(prompt)
@@ -50,6 +57,21 @@ def turns_in(prompt: Any) -> str | list[dict[str, Any]]:
     return turns
 
 
+def _has_turns(text: str) -> bool:
+    """Whether a text is a turn, a list of turns or a mapping with one, as JSON or Python writes it."""
+    if not _LIKE_MAPPINGS.match(text):
+        return False
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        try:
+            found = literal_eval(text.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return False
+    first = found[0] if isinstance(found, list) and found else found
+    return isinstance(first, dict) and any(keys <= first.keys() for keys in _KEYS_OF_TURNS)
+
+
 def _turn(turn: Any, number: int) -> dict[str, Any]:
     if not isinstance(turn, Mapping):
         raise NotWhole(f"{type(turn).__name__} as turn {number}")
@@ -65,6 +87,9 @@ def _turn(turn: Any, number: int) -> dict[str, Any]:
         kept["content"] = "".join(_text_of(part, number) for part in kept["content"])
     if wrong := [key for key in ("role", "content") if not isinstance(kept.get(key), str)]:
         raise NotWhole(f"turn {number} without text as {' and '.join(wrong)}")
+    plain = kept["role"].strip().lower()
+    if not plain or plain in _OTHER_ROLES or (plain in _ROLES and plain != kept["role"]):
+        raise NotWhole(f"turn {number} of role {kept['role']!r}; give one that the template knows: {', '.join(_ROLES)}")
     return kept
 
 

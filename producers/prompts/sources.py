@@ -10,6 +10,7 @@ Invariants:
 
 import random
 from array import array
+from base64 import b64encode
 from bisect import bisect
 from collections.abc import Callable, Collection, Mapping, Sized
 from contextlib import suppress
@@ -101,7 +102,7 @@ class StoredSource:
 
     Every row is read once at the start, so that a malformed row is found before the run starts. Prompts are named by
     their line or row, so names do not depend on the seed or the filter. ``left_out`` says in one line how many rows are
-    left out, and why the first of them is; it is empty if none is.
+    left out, and why the first of them is; it is empty if none is. ``binary``: names of the columns that hold bytes.
     """
 
     def __init__(self, settings: DataSettings, path: str, seed: int, rewards: Collection[str] = ()) -> None:
@@ -110,6 +111,7 @@ class StoredSource:
         self._columns = column_map(settings, rewards)
         self._table = open_table(settings, path)
         self.left_out = ""
+        self.binary: set[str] = set()
         # All columns of the kept rows. A row that lacks one gets it without a value, as in files with a fixed schema.
         self._names: dict[str, JsonValue] = {}
         self._kept = self._accepted()
@@ -118,6 +120,11 @@ class StoredSource:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns that rewards get."""
+        return sorted(self._names)
 
     def prompt_at(self, position: int) -> tuple[Prompt, int]:
         """The prompt at a position, and the position's pass over the table.
@@ -155,6 +162,7 @@ class StoredSource:
                 left_out, first = left_out + 1, first or str(error)
             else:
                 self._names.update(dict.fromkeys(columns))
+                self.binary.update(name for name, value in columns.items() if _holds_bytes(value))
                 kept.append(index)
         if left_out:
             self.left_out = f"{left_out} of {len(self._table)} rows are left out; the first: {first}"
@@ -248,10 +256,20 @@ def load_filter(path: str | None) -> Filter:
     function = load_function(path)
 
     def accepts(entry: dict[str, Any]) -> bool:
+        given = dict(entry)
         try:
-            return bool(function(entry))
+            said = function(entry)
+            accepted = bool(said)
         except Exception as error:
             raise DataError(f"expected true or false from data.filter {path}, got an exception: {error!r}") from error
+        if isinstance(said, str):
+            raise DataError(f"expected true or false from data.filter {path}, got a text: {said:.80}")
+        if entry.keys() != given.keys() or any(entry[name] is not given[name] for name in given):
+            raise DataError(
+                f"expected data.filter {path} to leave entries as they are, got one that it changed: it only chooses; "
+                "write changed data to a file"
+            )
+        return accepted
 
     return accepts
 
@@ -382,7 +400,10 @@ def _refuse_variables(settings: DataSettings, columns: Mapping[str, Any], where:
 
 
 def json_safe(value: Any) -> JsonValue:
-    """The value in JSON's types: tuples and sets become lists, keys text, numpy values plain; others become text."""
+    """The value in JSON's types: tuples and sets become lists, keys text, numpy values plain.
+
+    Bytes become base64, all others text.
+    """
     match value:
         case Enum():
             return json_safe(value.value)
@@ -397,6 +418,8 @@ def json_safe(value: Any) -> JsonValue:
             return float(value) if value - value == 0 else str(value)
         case str():
             return str(value)
+        case bytes() | bytearray():
+            return b64encode(value).decode()
         case Mapping():
             return {str(key): json_safe(item) for key, item in value.items()}
         case list() | tuple():
@@ -409,6 +432,12 @@ def json_safe(value: Any) -> JsonValue:
             return json_safe(value.tolist())
         case _:
             return str(value)
+
+
+def _holds_bytes(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_bytes, value.values()))
+    return any(map(_holds_bytes, value)) if isinstance(value, list) else isinstance(value, bytes)
 
 
 def scoring_entry(columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ forms differ only where a form cannot say something: csv has no numbers, and par
 
 import re
 from bisect import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain, islice
 from pathlib import Path
@@ -26,6 +26,7 @@ WHOLE = "train"
 """The only split of a single file: the name that the `datasets` library gives to a file without splits."""
 BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
 ENDINGS = (*TEXT_ENDINGS, *BUILDERS)
+_SHARD = re.compile(r"(.*?)(\d{5})-of-(\d{5})\b")
 SAVED = ("state.json", "dataset_dict.json")
 """Files by which one recognises a directory that `save_to_disk` wrote."""
 SCAN_ROWS = 4096
@@ -269,7 +270,8 @@ def _text_split(files: Mapping[str, Sequence[_TextFile]], split: str, name: str)
 
     def sliced(datasets: Any) -> Table:
         spans = datasets.ReadInstruction.from_spec(split).to_absolute({part: len(opened[part]) for part in opened})
-        return JoinedTable([(opened[span.splitname], span.from_, span.to) for span in spans], name)
+        # a slice that ends before it starts has no rows
+        return JoinedTable([(opened[span.splitname], span.from_, max(span.from_, span.to)) for span in spans], name)
 
     return _opened(", ".join(file.shown for part in files.values() for file in part), sliced)
 
@@ -320,11 +322,12 @@ def _refuse_unread(datasets: Any, path: Path, read: Mapping[Any, Sequence[str]])
     if card.exists() and re.search(r"^configs:", card.read_text(errors="replace"), re.MULTILINE):
         return
     known = {Path(file).resolve() for files in read.values() for file in files}
+    _refuse_missing_shards(path, known)
     passed_over = datasets.data_files.FILES_TO_IGNORE
     unread = [
         file
         for file in sorted(path.rglob("*"))
-        if ending_of(file) in ENDINGS and file.name not in passed_over and file.is_file()
+        if ending_of(file) in ENDINGS and file.name not in passed_over and not file.is_dir()
         if not any(part.startswith((".", "__")) for part in file.relative_to(path).parts)
         if file.resolve() not in known
     ]
@@ -334,6 +337,26 @@ def _refuse_unread(datasets: Any, path: Path, read: Mapping[Any, Sequence[str]])
             f"{unread[0].relative_to(path)}: files of one ending are read, and if some have the name of a split, only "
             "those; move the others elsewhere, or set data.path to one file"
         )
+
+
+def _refuse_missing_shards(path: Path, known: Collection[Path]) -> None:
+    """Refuse a directory that lacks files of a set whose names count them, such as ``train-00000-of-00003.parquet``.
+
+    Raises:
+        DataError: a file is missing.
+    """
+    sets: dict[tuple[Path, str, int], set[int]] = {}
+    for file in known:
+        if numbered := _SHARD.match(file.name):
+            before, number, count = numbered.groups()
+            sets.setdefault((file.parent, before, int(count)), set()).add(int(number))
+    for (folder, before, count), numbers in sorted(sets.items()):
+        if len(numbers) < count:
+            missing = next(number for number in range(count) if number not in numbers)
+            raise DataError(
+                f"expected {count} files {before}…-of-{count:05} in {folder}, as their names say, got {len(numbers)}: "
+                f"number {missing} is missing; fetch the whole of {path}, or rename the files to train with these alone"
+            )
 
 
 def _text_files(datasets: Any, builder: Any, path: str) -> dict[str, list[_TextFile]] | None:

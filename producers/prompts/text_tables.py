@@ -234,6 +234,11 @@ def _cells(file: IO[bytes], shown: str, delimiter: str) -> Iterator[Row]:
     names = _names_in(file, shown, delimiter)
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(f"expected columns of different names in {shown}, got {', '.join(repeated)} more than once")
+    if padded := [name for name in names if name != name.strip()]:
+        raise DataError(
+            f"expected names of columns without spaces around them in {shown}, got {padded[0]!r}; leave out the spaces "
+            f"after {delimiter!r}, also those in the rows"
+        )
     # All columns are declared as text, so that none is guessed to be numbers, dates or truth values.
     converting = arrow_csv.ConvertOptions(
         column_types=dict.fromkeys(names, pyarrow.string()),

@@ -66,7 +66,7 @@ def dry_run(settings: Settings, report: Report) -> int:
     prompts = None if settings.data.requests_only else checklist.attempt("data", lambda: SampledPrompts(settings))
     first = checklist.attempt("data", lambda: [*prompts.first(REWARD_ROWS, PROMPTS_PATIENCE_S)]) if prompts else None
     if first and prompts is not None:
-        checklist.run("data", lambda: check_prompts(first, prompts.total, prompts.left_out))
+        checklist.run("data", lambda: check_prompts(first, prompts.total, prompts.notes))
         checklist.run("data", lambda: check_amount(settings, prompts.total))
     # An emulated run has neither a model nor real rewards, so these are not checked.
     tokenizer = None if emulated else checklist.attempt("tokenizer", lambda: read_tokenizer(settings))
@@ -363,16 +363,14 @@ def _disk(settings: Settings, parameters: int) -> Check:
     return Check("disk", "ok" if room.is_enough else "fail", str(room))
 
 
-def check_prompts(prompts: Sequence[Prompt], total: int, left_out: str = "") -> Check:
-    """A line with the number of prompts, the first one and the columns that rewards get; ``left_out``: rows that
-    cannot be prompts.
-    """
+def check_prompts(prompts: Sequence[Prompt], total: int, notes: Sequence[str] = ()) -> Check:
+    """A line with the number of prompts, notes on the data, the first prompt, and the columns that rewards get."""
     first = prompts[0]
     text = first.text if len(first.text) <= MAX_SHOWN_CHARACTERS else first.text[:MAX_SHOWN_CHARACTERS] + "…"
     columns = ", ".join(sorted(first.columns)) or "none"
     shown = f"{first.prompt_id} is {text!r}; columns for rewards: {columns}"
     unseen = sorted({name for prompt in prompts for name in MEDIA & prompt.columns.keys() if prompt.columns[name]})
-    notes = [left_out] if left_out else []
+    notes = [*notes]
     if unseen:
         notes.append(f"the model sees text alone, and nothing of column {', '.join(unseen)}")
     return Check("data", "note" if notes else "ok", "; ".join([f"{total:,} prompts", *notes, shown]))

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from streamrl.producers.prompts.settings import DataSettings
 from streamrl.producers.prompts.sources import StoredSource
+from streamrl.schemas.errors import DataError
 
 Rows = list[dict[str, Any]]
 count = itertools.count()
@@ -181,6 +182,19 @@ def test_csv_that_other_libraries_write_is_read_as_written(own_cache: Path) -> N
 def test_only_an_unquoted_blank_is_nothing(own_cache: Path) -> None:
     (own_cache / "blank.csv").write_text('prompt,answer\n12*7=,84\n3+4=,007\nopen question:,\nempty:,""\n')
     assert [answer for _, answer in read(own_cache / "blank.csv")] == ["84", "007", None, ""]
+
+
+def test_names_of_columns_have_no_spaces_around_them(own_cache: Path) -> None:
+    (own_cache / "spaces.csv").write_text("prompt, answer\n12*7=, 84\n")
+    with pytest.raises(DataError, match=r"without spaces around them in .*spaces.csv, got ' answer'"):
+        read(own_cache / "spaces.csv")
+
+
+def test_a_slice_that_ends_before_it_starts_has_no_rows(own_cache: Path) -> None:
+    (own_cache / "two.jsonl").write_bytes(as_lines([{"prompt": "a"}, {"prompt": "b"}]))
+    settings = DataSettings.model_validate({"path": str(own_cache / "two.jsonl"), "split": "train[2:1]"})
+    with pytest.raises(DataError, match="got none among 0 rows"):
+        StoredSource(settings, str(own_cache / "two.jsonl"), 0)
 
 
 def test_a_slice_of_a_text_file_is_read_as_of_any_other(own_cache: Path) -> None:

@@ -44,6 +44,7 @@ def test_parts_of_text_are_one_text() -> None:
 def test_turns_as_json_text_are_turns_and_any_other_text_is_text() -> None:
     assert turns_in(json.dumps([USER])) == [USER]
     assert turns_in(f"\n {json.dumps([USER], indent=2)}") == [USER]
+    assert turns_in(json.dumps([{"name": "bob", **USER}])) == [{"name": "bob", **USER}]
     for text in ("[{]", '[{"a": 1}]', "[1, 2]", '{"role": "user"}', '"[]"', "[{x}]"):
         assert turns_in(text) == text
 
@@ -52,8 +53,17 @@ def test_turns_as_json_text_are_turns_and_any_other_text_is_text() -> None:
     ("prompt", "named"),
     [
         (str([USER]), "not JSON"),
+        (str([{"name": "bob", **USER}]), "not JSON"),
+        (str(USER), "not JSON"),
         (None, "nothing"),
         (USER, "dict"),
+        (json.dumps(USER), "dict"),
+        (json.dumps({"messages": [USER]}), "dict"),
+        (json.dumps([{"from": "human", "value": "hi"}]), "turn 1 without text as role and content"),
+        *(
+            ([{"role": role, "content": "hi"}], f"turn 1 of role {role!r}")
+            for role in ("human", "gpt", "User", " user", "")
+        ),
         (" ", "an empty text"),
         ([], "an empty list"),
         ([{"role": "system", "content": "s"}, {"role": "user", "content": " "}], "an empty text as turn 2"),

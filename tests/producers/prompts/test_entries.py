@@ -120,6 +120,7 @@ def test_values_become_what_json_can_say() -> None:
     assert json_safe(2**70) == str(2**70)
     assert type(json_safe(np.float64(1.5))) is float
     assert json_safe(True) is True
+    assert json_safe({"b": b"\xff7"}) == {"b": "/zc="}
 
 
 def test_grids_become_tuples_again_where_the_scorer_compares_tuples() -> None:

@@ -10,6 +10,28 @@ def fails(entry: dict[str, Any]) -> bool:
     return bool(entry["no such column"])
 
 
+def words(entry: dict[str, Any]) -> str:
+    return "no"
+
+
+def changes(entry: dict[str, Any]) -> bool:
+    entry["answer"] = entry["answer"].strip()
+    return True
+
+
+def adds(entry: dict[str, Any]) -> bool:
+    entry["level"] = 1
+    return True
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"), [("words", "got a text: no"), ("changes", "it only chooses"), ("adds", "it only chooses")]
+)
+def test_a_filter_chooses_and_does_nothing_else(function: str, reason: str) -> None:
+    with pytest.raises(DataError, match=rf"test_filtering:{function}.*{reason}"):
+        load_filter(f"{__name__}:{function}")({"answer": " 7"})
+
+
 def test_without_a_filter_every_entry_is_accepted() -> None:
     assert load_filter(None)({})
 

@@ -130,6 +130,19 @@ def test_a_directory_is_read_whole_or_refused_by_the_file_that_would_be_left_out
     assert len(_source(_directory(parent / "listed", {"train.jsonl": row, "b.jsonl": row, "README.md": card}))) == 1
 
 
+def test_a_directory_that_lacks_files_which_others_count_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    parent, row = tmp_path_factory.mktemp("data"), '{"prompt": "p"}\n'
+    names = [f"train-0000{number}-of-00003.jsonl" for number in range(3)]
+    assert len(_source(_directory(parent / "whole", dict.fromkeys([*names, "train-part-1-of-2.jsonl"], row)))) == 4
+    folder = _directory(parent / "less", dict.fromkeys([names[0], names[2]], row))
+    with pytest.raises(DataError, match=r"3 files train-…-of-00003 in .*less, .* got 2: number 1 is missing"):
+        _source(folder)
+    folder = _directory(parent / "linked", {"a.jsonl": row})
+    (folder / "b.jsonl").symlink_to(parent / "nowhere.jsonl")
+    with pytest.raises(DataError, match=r"got 1 that would be left out, such as b\.jsonl"):
+        _source(folder)
+
+
 def test_images_stay_as_they_are_stored(tmp_path: Path) -> None:
     import datasets
 

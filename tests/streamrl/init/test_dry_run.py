@@ -378,7 +378,7 @@ def test_columns_that_the_model_does_not_see_are_noted() -> None:
     rows = [Prompt(prompt_id=f"p/{place}", dataset="p", content="x", columns=row) for place, row in enumerate((blank,))]
     assert check_prompts(rows, 9).state == "ok"
     rows.append(rows[0].model_copy(update={"columns": shown}))
-    note = check_prompts(rows, 9, "1 of 10 rows are left out")
+    note = check_prompts(rows, 9, ["1 of 10 rows are left out"])
     assert note.state == "note"
     assert note.detail.startswith("9 prompts; 1 of 10 rows are left out; the model sees text alone, and nothing of col")
 
