@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +73,49 @@ def load_model(path: str | Path, device: torch.device, *, gradient_checkpointing
 def require_weights(path: str | Path) -> list[str]:
     """The names of the tensors in a model's directory that the model has no place for; reads only the files' headers.
 
-    Checks that ``load_model`` will find every tensor. A hub's name is not checked: that would download the model.
+    Checks that ``load_model`` will find every tensor, and only one where the configuration ties two. A hub's name is
+    not checked: that would download the model.
 
     Raises:
         ModelError: as ``load_model``.
     """
     if not Path(path).is_dir():
         return []
-    _, unused = _loaded(path, device_map="meta")  # the same code as ``load_model``, on a device without memory
+    # the same code as ``load_model``, on a device without memory
+    model, unused = _loaded(path, device_map="meta")
+    _refuse_untied(Path(path), model.all_tied_weights_keys)
     return unused
 
 
+def _refuse_untied(directory: Path, tied: Mapping[str, str]) -> None:
+    """Refuse files in which two tensors differ that the configuration takes for one.
+
+    Libraries disagree on them: transformers keeps both, vLLM and older versions use one. The trainer would learn from
+    samples of another model.
+    """
+    with ExitStack() as opened:
+        files = [opened.enter_context(safe_open(file, framework="pt")) for file in directory.glob("*.safetensors")]
+        slices = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
+        for name, source in tied.items():
+            if name in slices and source in slices and not _are_equal(slices[name], slices[source]):
+                raise ModelError(
+                    f"expected {name!r} to equal {source!r} in {str(directory)!r}, because tie_word_embeddings in "
+                    "config.json makes them one tensor, got two that differ; set it to false to train both, or remove "
+                    f"{name!r} from the file"
+                )
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    rows = one.get_shape()[0]
+    # a block of rows at a time, since each may be gigabytes; most that differ do so in the first
+    return one.get_shape() == other.get_shape() and all(
+        torch.equal(one[start : start + COMPARED_ROWS].float(), other[start : start + COMPARED_ROWS].float())
+        for start in range(0, rows, COMPARED_ROWS)
+    )
+
+
+COMPARED_ROWS = 4096
+"""Rows of two matrices that are compared at a time: tens of megabytes."""
 FIRST_ROWS = 16
 """Rows of a matrix that are looked at: one of them may be zero, as a padding token's embedding is."""
 

@@ -356,7 +356,7 @@ def _stage_in(path: Path) -> str:
 
 def checked(settings: Settings, *, resumed: bool = False, enter: Callable[[str], None] = lambda _: None) -> list[str]:
     """The check itself, in this process; see ``check_task``. ``enter`` is called at the start of each stage."""
-    from streamrl.consumers.training.model import require_weights
+    from streamrl.consumers.training.model import require_weights, weight_faults
     from streamrl.producers.generation.engines.model_files import read_facts
     from streamrl.producers.generation.tokenizer import ModelTokenizer
 
@@ -368,6 +368,8 @@ def checked(settings: Settings, *, resumed: bool = False, enter: Callable[[str],
     require_room(settings, parameters_of(facts))
     if resumed:
         return []
+    if faults := weight_faults(settings.model.path):
+        raise ModelError(f"expected weights that can be trained at {settings.model.path}, got: {'; '.join(faults)}")
     if function := settings.evaluation.function:
         load_function(function)
     algorithm_of(settings.algorithm)  # a user's own algorithm may be missing, or refuse its options

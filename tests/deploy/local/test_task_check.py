@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from safetensors.torch import load_file, save_file
 
 from streamrl.deploy.local import task_check
 from streamrl.deploy.local.task_check import FLOOR_BYTES, check_task, checked, disk_room, never_ends, require_readable
@@ -179,6 +180,14 @@ def test_a_model_without_weights_is_refused_before_the_start(task: Any, model: P
     bare = shutil.copytree(model, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
     with pytest.raises(ModelError, match=r"got OSError: Error no file named model\.safetensors"):
         checked(task(["short"], path=bare), resumed=True)
+
+
+def test_weights_that_cannot_be_trained_are_refused_before_the_start(task: Any, model: Path, tmp_path: Path) -> None:
+    blank = shutil.copytree(model, tmp_path / "blank")
+    tensors = load_file(blank / "model.safetensors")
+    save_file({name: tensor * 0 for name, tensor in tensors.items()}, blank / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"weights that can be trained at .*blank, got: weights are zero"):
+        checked(task(["short"], path=blank))
 
 
 def test_a_missing_algorithm_of_the_users_own_is_reported_before_the_start(task: Any) -> None:

@@ -1,5 +1,6 @@
 """The checklist of the dry run on a real model: each check alone, and all together."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -108,6 +109,21 @@ def test_weights_that_cannot_be_trained_fail(
     (check,) = check_weights(settings_of(other, tmp_path))
     assert (check.state, check.detail) == ("fail", f"{other}: {fault} (1 tensors, such as {name})")
     assert check_weights(settings_of(model, tmp_path)) == []
+
+
+def test_two_tensors_that_differ_and_should_be_one_fail(model: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(model, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(other / "model.safetensors")
+    head, embeddings = "lm_head.weight", tensors["model.embed_tokens.weight"]
+    save_file(tensors | {head: embeddings.clone()}, other / "model.safetensors", {"format": "pt"})
+    assert check_model(read_model(settings_of(other, tmp_path)), str(other)).state == "ok"
+    changed = embeddings.clone()
+    changed[-1, -1] += 1
+    save_file(tensors | {head: changed}, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"'lm_head.weight' to equal 'model.embed_tokens.weight' .* set it to false"):
+        check_model(read_model(settings_of(other, tmp_path)), str(other))
 
 
 def test_a_warm_up_that_never_ends_is_noted(model: Path, tmp_path: Path) -> None:
