@@ -1,6 +1,8 @@
 """Expected answers: what the column ``answer`` may hold, and how to find an answer in a completion."""
 
+import json
 import re
+from ast import literal_eval
 from collections import deque
 from typing import Any
 
@@ -17,6 +19,31 @@ _CARRIERS = (
     "<think>\n</think>\n{}",
 )
 """Forms in which models are usually asked to give an answer."""
+_UNIT_WORDS = (
+    r"cm|mm|km|m|kg|mg|g|lbs?|oz|ft|feet|foot|in|inch(?:es)?|yards?|miles?|mph|kmh|hours?|hrs?|h|minutes?|mins?|"
+    r"seconds?|secs?|s|days?|weeks?|months?|years?|degrees?|deg|dollars?|cents?|lit(?:er|re)s?|ml|l|met(?:er|re)s?|"
+    r"cups?|pounds?|square units|cubic units|units?"
+)
+UNIT = re.compile(
+    r"(?<=[\d})])(?:\s*\\(?:text\w*|mathrm|mbox)\s*\{[^{}]*\}"
+    rf"|\s+(?:(?:square|cubic|sq\.?)\s+)?(?:{_UNIT_WORDS})\.?|\s*(?:cm|mm|km|kg))(?:\s*\^\s*(?:\d|\{{\d\}}))?\s*$"
+)
+"""The unit after a number, which math_verify does not compare."""
+_SIGN = re.compile(r"\\?[$€£]\s*[\d.,]*\d")
+_OTHER_UNITS = r"[kMGTmµnc]?(?:N|J|Wh?|V|A|Hz|Pa|mol|B|eV|Ω|L)|°\s*[CF]|K|C|F|rad|bar|atm|tons?|USD|EUR|GBP"
+_ONE_UNIT = rf"(?:{_UNIT_WORDS}|{_OTHER_UNITS})"
+_LETTERS = re.compile(
+    rf"[-+]?[\d.,]*\d\s+(?:{_OTHER_UNITS}|{_ONE_UNIT}(?:\s*[/·*]\s*{_ONE_UNIT}(?:\s*\^\s*-?\d|[²³])?)+)"
+)
+"""A number with another unit, such as 5 N and 5 km/h."""
+_WRITTEN = {
+    "a missing value": re.compile(r"nan|NaN|<NA>|NaT|None|NULL|null|\\N"),
+    "a whole number with a decimal point, as beside blanks": re.compile(r"-?\d+\.0"),
+    "an object of Python": re.compile(r"(?:[a-z]+\.)?(?:array|tensor|\w*int\d+|float\d+|Decimal)\(.*\)", re.DOTALL),
+    "bytes of Python": re.compile(r"b(['\"]).*\1", re.DOTALL),
+    "a formula of a spreadsheet": re.compile(r'="[^"]*"'),
+}
+"""Texts that libraries and spreadsheets write for other values."""
 
 
 def accepted(answer: Any) -> list[str]:
@@ -36,6 +63,35 @@ def accepted(answer: Any) -> list[str]:
         if one is not None and (text := str(one).strip()):
             found.append(text)
     return found
+
+
+def drops_unit(answer: str) -> bool:
+    """Whether an expected answer is a number with a unit that ``math_verify`` does not compare, as in 5 km and $5."""
+    return bool(UNIT.search(answer) or _SIGN.fullmatch(answer))
+
+
+def has_letters_as_unit(answer: str) -> bool:
+    """Whether an expected answer is a number with letters that ``math_verify`` takes for factors, as in 5 N."""
+    return bool(_LETTERS.fullmatch(answer)) and not UNIT.search(answer)
+
+
+def written_form(answer: str) -> str | None:
+    """What a text is that a library wrote for another value, such as a list or a float; None if it is just a text."""
+    for form, pattern in _WRITTEN.items():
+        if pattern.fullmatch(answer):
+            return form
+    if not answer.startswith(("[", "{")):
+        return None
+    try:
+        found = literal_eval(answer)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        try:
+            found = json.loads(answer)
+        except (ValueError, RecursionError):
+            return None
+    if isinstance(found, dict):
+        return "a mapping"
+    return "a list" if isinstance(found, list) and any(isinstance(one, str | list) for one in found) else None
 
 
 def answer_in(text: str, pattern: str | None) -> str | None:

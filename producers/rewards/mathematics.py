@@ -25,6 +25,8 @@ from math_verify.parser import extract_expr, get_extraction_regexes
 from math_verify.utils import timeout
 from sympy import Eq, Integer, Number, Rational, Tuple, simplify
 
+from streamrl.producers.rewards.answers import UNIT
+
 TIMEOUT_S = 3
 """Seconds for one parse or comparison: hundreds of times what an ordinary answer takes, so that right answers are not
 without reward on a busy machine."""
@@ -72,16 +74,6 @@ _KNOWN = re.compile(rf"(?:{_FUNCTIONS}|sqrt|infinity|inf|and|or|percent|percenta
 _SHORT_WORD = re.compile(
     "an|are|as|at|be|by|for|get|has|he|if|in|is|it|no|not|of|on|so|the|to|was|we|yes", re.IGNORECASE
 )
-_UNIT_WORDS = (
-    r"cm|mm|km|m|kg|mg|g|lbs?|oz|ft|feet|foot|in|inch(?:es)?|yards?|miles?|mph|kmh|hours?|hrs?|h|minutes?|mins?|"
-    r"seconds?|secs?|s|days?|weeks?|months?|years?|degrees?|deg|dollars?|cents?|lit(?:er|re)s?|ml|l|met(?:er|re)s?|"
-    r"cups?|pounds?|square units|cubic units|units?"
-)
-_UNIT = re.compile(
-    r"(?<=[\d})])(?:\s*\\(?:text\w*|mathrm|mbox)\s*\{[^{}]*\}"
-    rf"|\s+(?:(?:square|cubic|sq\.?)\s+)?(?:{_UNIT_WORDS})\.?|\s*(?:cm|mm|km|kg))(?:\s*\^\s*(?:\d|\{{\d\}}))?\s*$"
-)
-"""The unit after a number, which is not compared."""
 _ORDINAL = re.compile(r"(?<=\d)(?:\s*\^\s*\{?\s*(?:\\\w+\s*\{)?)?(?:st|nd|rd|th)\}*$")
 """As in 3rd and 7^{\text{th}}, which the library reads as products and powers of letters."""
 _WHOLE = LatexExtractionConfig(
@@ -183,7 +175,7 @@ def words_in(text: str) -> list[str]:
 
 
 def _without_unit(core: str) -> str:
-    return _ORDINAL.sub("", _UNIT.sub("", core))
+    return _ORDINAL.sub("", UNIT.sub("", core))
 
 
 def read_whole(core: str) -> Any | None:

@@ -41,9 +41,14 @@ class TriedRow:
     other: Completion | None
 
     @property
+    def answer(self) -> str:
+        """The row's answer as text, or the first of several; empty without one."""
+        return _answer_of(self.prompt) or ""
+
+    @property
     def has_answer(self) -> bool:
         """Whether the own completion gives the row's answer."""
-        return _answer_of(self.prompt) is not None
+        return bool(self.answer)
 
     @property
     def is_changed(self) -> bool:

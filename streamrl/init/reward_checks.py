@@ -8,6 +8,7 @@ from streamrl.deploy.local.task_check import REWARDS_PATIENCE_S, fails_too_often
 from streamrl.init.checklist import Check, Report
 from streamrl.producers.generation.tokenizer import ModelTokenizer
 from streamrl.producers.prompts.columns import COMPARING
+from streamrl.producers.rewards.answers import drops_unit, has_letters_as_unit, written_form
 from streamrl.producers.rewards.trial import RewardTrial, RewardTrials, TriedRow, made_up, try_rewards
 from streamrl.schemas.trajectories import Prompt
 from streamrl.settings.tree import Settings
@@ -42,7 +43,7 @@ async def check_rewards(
         first, count = changed[0], f"{len(changed)} of {len(trials.rows)}"
         became = f"first {first.prompt.prompt_id}: {cut(first.text)} becomes {cut(first.own[0])}"
         checks.append(Check("rewards", "note", f"rewards would see {count} answers changed by the tokenizer, {became}"))
-    return checks
+    return checks + (_on_forms(trials.rows) if settings.data.path else [])
 
 
 def _row_line(row: TriedRow, trials: RewardTrials, tokenizer: ModelTokenizer | None) -> str:
@@ -87,15 +88,51 @@ def _reward_check(trial: RewardTrial, trials: RewardTrials, settings: Settings) 
     if trial.function == "exact_match" and (solutions := [row for row in answered.values() if _is_solution(row)]):
         example = f"first {solutions[0].prompt.prompt_id}: {cut(solutions[0].text)}"
         findings.append(f"{len(solutions)} answers are whole solutions, which no completion will equal, {example}")
+    findings += _on_units(trial.function, list(answered.values()))
     pays_answers = trial.function in COMPARING and settings.rewards.answer_pattern is None
     state = "fail" if pays_answers and len(unpaid) > share * trial.rows else "note" if findings else "ok"
     return Check("rewards", state, "; ".join([detail, *findings]))
 
 
+def _on_forms(rows: Sequence[TriedRow]) -> list[Check]:
+    """Notes on answers that are texts which a library wrote for another value."""
+    found: dict[str, list[TriedRow]] = {}
+    for row in rows:
+        if isinstance(row.prompt.columns.get("answer"), str) and (form := written_form(row.answer)):
+            found.setdefault(form, []).append(row)
+    advice = "rewards get the text; write the answers as they are meant, lists in jsonl or parquet"
+    return [
+        Check(
+            "rewards",
+            "note",
+            f"{len(some)} of {len(rows)} answers are written as {form}, first {some[0].prompt.prompt_id}: "
+            f"{cut(some[0].answer)}; {advice}",
+        )
+        for form, some in found.items()
+    ]
+
+
+def _on_units(function: str, rows: Sequence[TriedRow]) -> list[str]:
+    """What a built-in reward makes of the units of these rows' answers."""
+    dropped = [row for row in rows if drops_unit(row.answer)]
+    kept = [row for row in rows if has_letters_as_unit(row.answer)]
+    if function == "exact_match":
+        found = [(dropped + kept, "have a unit, without which a completion gets 0")]
+    elif function == "math_verify":
+        taken = "have letters after the number that are taken for factors, without which a completion gets 0"
+        found = [(dropped, "have a unit that is not compared, so that any other is right"), (kept, taken)]
+    else:
+        return []
+    return [
+        f"{len(some)} answers {what}, first {some[0].prompt.prompt_id}: {cut(some[0].answer)}"
+        for some, what in found
+        if some
+    ]
+
+
 def _is_solution(row: TriedRow) -> bool:
     """Whether the row's answer has the way to it, as in GSM8K."""
-    answer = str(row.prompt.columns["answer"]).strip()
-    return "\n" in answer or "####" in answer
+    return "\n" in row.answer or "####" in row.answer
 
 
 def _shown(value: float | None) -> str:

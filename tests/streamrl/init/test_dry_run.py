@@ -389,6 +389,61 @@ async def test_answers_that_are_whole_solutions_are_noted(model: Path, tmp_path:
     assert "2 answers are whole solutions, which no completion will equal, first p/1: '48/2=24" in check.detail
 
 
+@pytest.mark.processes
+async def test_answers_that_a_library_wrote_for_other_values_are_noted(model: Path, tmp_path: Path) -> None:
+    forms = (
+        "['4', 'four']",
+        "84.0",
+        "{'a': 1}",
+        "nan",
+        "b'84'",
+        '="007"',
+        "array([4, 5])",
+        "np.int64(8)",
+        '["1", null]',
+    )
+    texts = ("7", "[1, 2]", "[x]", "4.00", "b", "{1, 2}", "(1, 2)", "N/A")
+    _, *notes = await check_rewards(settings_of(model, tmp_path), rows_with(*forms, *texts, ["a", "b"], 5))
+    assert {note.state for note in notes} == {"note"}
+    found = [note.detail.partition(", first")[0].partition(" answers are written as ")[::2] for note in notes]
+    assert found == [
+        ("2 of 19", "a list"),
+        ("1 of 19", "a whole number with a decimal point, as beside blanks"),
+        ("1 of 19", "a mapping"),
+        ("1 of 19", "a missing value"),
+        ("1 of 19", "bytes of Python"),
+        ("1 of 19", "a formula of a spreadsheet"),
+        ("2 of 19", "an object of Python"),
+    ]
+    assert "first p/1: \"['4', 'four']\"; rewards get the text" in notes[0].detail
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("function", "notes"),
+    [
+        (
+            "math_verify",
+            [
+                "3 answers have a unit that is not compared, so that any other is right, first p/1: '5 km'",
+                "2 answers have letters after the number that are taken for factors, without which a completion gets "
+                "0, first p/4: '9 km/h'",
+            ],
+        ),
+        ("exact_match", ["5 answers have a unit, without which a completion gets 0, first p/1: '5 km'"]),
+    ],
+)
+async def test_units_of_answers_are_noted_with_what_a_reward_makes_of_them(
+    function: str, notes: list[str], model: Path, tmp_path: Path
+) -> None:
+    given = settings_of(model, tmp_path)
+    settings = given.model_copy(update={"rewards": given.rewards.model_copy(update={"functions": (function,)})})
+    rows = rows_with("5 km", "6\\text{ cm}", "$7", "9 km/h", "8 N", "2x+1", "50%", "5t")
+    (check,) = await check_rewards(settings, rows)
+    assert check.state == "note"
+    assert check.detail.split("; ")[1:] == notes
+
+
 def test_columns_that_the_model_does_not_see_are_noted() -> None:
     shown, blank = ({"images": value, "answer": "7"} for value in (["a.png"], []))
     rows = [Prompt(prompt_id=f"p/{place}", dataset="p", content="x", columns=row) for place, row in enumerate((blank,))]
