@@ -1,10 +1,11 @@
 """Evaluation during a run as a feature: its process, the rules of its settings, and the workers' side work for it."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.errors import DataError, SettingsError
 from streamrl.settings.features import (
     ChildProcess,
     Displays,
@@ -166,11 +167,29 @@ def _notes(settings: "Settings") -> list[str]:
         for name, held_out in wanted.sets.items()
         if _is_trained(settings, held_out, wanted.prompts)
     ]
+    with suppress(DataError):  # data that cannot be read is refused with the run's prompts, or with the set
+        notes += _on_shared_prompts(settings)
     if wanted.sets and wanted.every > last:
         notes.append(
             f"only the initial weights will be evaluated, since evaluation.every = {wanted.every} is above "
             f"training.max_steps = {last}"
         )
+    return notes
+
+
+def _on_shared_prompts(settings: "Settings") -> list[str]:
+    """Notes on held-out sets with prompts that are in the training data, too, under another name."""
+    from streamrl.producers.prompts.sources import shared_with
+
+    wanted, notes = _held_out_of(settings), []
+    if settings.data.path is None or settings.generation.engine == "emulated":
+        return []
+    for name, prompts in _prompts_by_set(settings).items():
+        if _is_trained(settings, wanted.sets[name], wanted.prompts):
+            continue
+        if shared := shared_with(settings.data, prompts):
+            count = f"{len(shared)} of {len(prompts)} prompts of the held-out set {name} are trained, too"
+            notes.append(f"{count}, such as {shared[0]}; take them out of one of the two")
     return notes
 
 

@@ -12,7 +12,7 @@ import random
 from array import array
 from base64 import b64encode
 from bisect import bisect
-from collections.abc import Callable, Collection, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Mapping, Sized
 from contextlib import suppress
 from enum import Enum
 from itertools import accumulate
@@ -95,6 +95,29 @@ def first_prompts(source: PromptSource, most: int) -> list[Prompt]:
     """
     count = min(most, len(source)) if isinstance(source, Sized) else most
     return [source.prompt_at(position)[0] for position in range(count)]
+
+
+def shared_with(settings: DataSettings, prompts: Iterable[Prompt]) -> list[str]:
+    """Ids of the prompts that the stored data of ``settings`` has, too, as the data says them.
+
+    Raises:
+        DataError: the data cannot be read.
+    """
+    table, columns = open_table(settings, str(settings.path)), column_map(settings)
+    rows = (columns.split_row(row, table.where(index))[0] for index, row in enumerate(table.scan()))
+    said = set(map(_said_in, rows))
+    return [prompt.prompt_id for prompt in prompts if _said_in(prompt.stated or prompt.content) in said]
+
+
+def _said_in(content: Any) -> Any:
+    """A prompt as a key: its text, also if that is the only turn, or roles and texts of its turns."""
+    if isinstance(content, str):
+        return content.strip()
+    turns = tuple(
+        (turn["role"], turn["content"].strip())
+        for turn in (each if isinstance(each, Mapping) else each.model_dump() for each in content)
+    )
+    return turns[0][1] if len(turns) == 1 else turns
 
 
 class StoredSource:

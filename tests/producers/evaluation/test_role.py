@@ -139,6 +139,22 @@ def test_prompts_that_are_held_out_and_trained_are_noted(data: Any, held_out: An
     assert late.startswith("only the initial weights will be evaluated, since evaluation.every = 11 is above")
 
 
+def test_held_out_prompts_that_another_file_has_for_training_are_noted(tmp_path: Path) -> None:
+    user = {"role": "user", "content": "3+3="}
+    trained = ["1+1=", [{"role": "user", "content": "2+2="}], [{"role": "system", "content": "s"}, user]]
+    held_out = ["1+1= ", "2+2=", [{"role": "system", "content": "s"}, user], [user], "4+4="]
+    for name, prompts in (("train", trained), ("test", held_out)):
+        rows = "".join(json.dumps({"prompt": prompt, "answer": "7"}) + "\n" for prompt in prompts)
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+    sets = {name: {"path": str(tmp_path / f"{name}.jsonl")} for name in ("train", "test")}
+    tree = {"model": {"path": "m"}, "data": sets["train"], "evaluation": {"data": {"seen": sets["test"]}, "every": 1}}
+    (note,) = FEATURE.start.notes(validated(tree))
+    assert re.match(
+        r"3 of 5 prompts of the held-out set seen are trained, too, such as test/[123]; take them out", note
+    )
+    assert FEATURE.start.notes(validated(tree | {"data": {"path": str(tmp_path / "none.jsonl")}})) == []
+
+
 def test_an_interval_of_0_turns_the_evaluation_off() -> None:
     options = ["--data.dataset=chain_sum", "--model.path=m", "--evaluation.data.held_out.dataset=gcd"]
     settings = load_settings(None, [*options, "--evaluation.every=0"])
