@@ -19,6 +19,8 @@ from streamrl.schemas.trajectories import Prompt, SamplingParams
 _PARTS = ("tool_calls", "function_call", "tools", "name")
 """Parts of a conversation: if the chat template leaves one out, the prompt is refused. A tool's turn may lose its name,
 which the call before it has, too."""
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Thoughts of a turn before its content. A template that reads them may leave old ones out."""
 
 
 class ModelTokenizer:
@@ -67,7 +69,8 @@ class ModelTokenizer:
                 f"expected a chat template at {self._model_path} that shows every turn to the model, got one that "
                 f"leaves a turn of role {role} out; use roles and an order of turns that the model was taught",
             )
-        for part in _PARTS:
+        template = str(self._tokenizer.chat_template)
+        for part in (*_PARTS, *(part for part in _THOUGHTS if part not in template)):
             less = [{key: turn[key] for key in turn if key != part or turn["role"] == "tool"} for turn in turns]
             tools = [] if part == "tools" else prompt.tools
             if (less != turns or tools != prompt.tools) and self._says_the_same(token_ids, less, tools):

@@ -83,6 +83,11 @@ def test_a_conversation_is_rendered_whole_or_refused_by_the_part_that_the_templa
     reads = write(tmp_path / "reads", template="{% for t in tools or [] %}{{ t.f }}{% endfor %}" + CALLS)
     assert reads.encode_prompt(prompt((user, called))) == ids("<u>cd<u>ab>")
     assert reads.encode_prompt(described) == ids("ab<u>cd>")
+    thought = ChatTurn.model_validate({"role": "assistant", "content": "b", "reasoning_content": "a"})
+    with pytest.raises(PromptRefused, match="that shows reasoning_content to the model"):
+        plain.encode_prompt(prompt((thought, user)))
+    drops = write(tmp_path / "drops", template="{% if false %}{{ m.reasoning_content }}{% endif %}" + TEMPLATE)
+    assert drops.encode_prompt(prompt((thought, user))) == ids("<a>b<u>cd>")
     answered = ChatTurn.model_validate({"role": "tool", "content": "a", "name": "b", "tool_call_id": "c"})
     assert plain.encode_prompt(prompt((user, answered))) == ids("<u>cd<t>a>")
 
