@@ -15,7 +15,15 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from streamrl.deploy.local import task_check
-from streamrl.deploy.local.task_check import FLOOR_BYTES, check_task, checked, disk_room, never_ends, require_readable
+from streamrl.deploy.local.task_check import (
+    FLOOR_BYTES,
+    SampledPrompts,
+    check_task,
+    checked,
+    disk_room,
+    never_ends,
+    require_readable,
+)
 from streamrl.init.preflight import check_engine, check_storage
 from streamrl.planning.measuring import endless_model
 from streamrl.schemas.errors import ModelError, RewardLoadError, UserError
@@ -90,23 +98,22 @@ def test_a_model_without_an_end_goes_on_with_a_warning(task: Any, model: Path, t
     assert checked(settings) == [never_ends(settings)]
 
 
-def test_columns_of_bytes_go_on_with_a_warning(task: Any, tmp_path: Path) -> None:
+def test_columns_of_bytes_are_noted_by_name(task: Any, tmp_path: Path) -> None:
     table = {"prompt": ["short"], "picture": [{"bytes": b"\xff7", "path": "a.png"}], "parts": [[b"1"]], "n": ["7"]}
     pyarrow.parquet.write_table(pa.table(table), tmp_path / "p.parquet")
     settings = task(["short"])
     data = settings.data.model_copy(update={"path": "p.parquet"})
-    (warning,) = checked(settings.model_copy(update={"data": data}))
-    assert warning == "data: rewards get the bytes of column parts, picture as base64 text"
+    prompts = SampledPrompts(settings.model_copy(update={"data": data}))
+    assert prompts.notes == ["rewards get the bytes of column parts, picture as base64 text"]
 
 
-def test_a_template_that_names_other_columns_goes_on_with_a_warning(task: Any) -> None:
+def test_a_template_that_names_other_columns_is_noted(task: Any) -> None:
     settings = task(["short"])
     Path("p.jsonl").write_text('{"prompt": "ab", "level": 3, "answer": "7"}\n')
     template = "{level} {prompt} in \\boxed{answer} and {other}"
     data = settings.data.model_copy(update={"prompt_template": template})
-    assert checked(settings.model_copy(update={"data": data})) == [
-        "data: data.prompt_template replaces {prompt} alone: {level} stays as it is"
-    ]
+    prompts = SampledPrompts(settings.model_copy(update={"data": data}))
+    assert prompts.notes == ["data.prompt_template replaces {prompt} alone: {level} stays as it is"]
 
 
 def test_a_pointless_run_is_refused_with_one_of_the_prompts_that_cannot_be_sampled(task: Any) -> None:
