@@ -37,9 +37,11 @@ class ModelTokenizer:
         self.ends = end_tokens(model_path, self._tokenizer)
         self._no_text = {**special_tokens(self._tokenizer), **self.ends.texts}
         self._chat_template_kwargs = dict(chat_template_kwargs)
+        self._opening: list[int] | None = None
         self._unseen_roles: dict[tuple[tuple[str, bool], ...], str | None] = {}
         # Templates ignore unknown variables, so a misspelt name would silently have no effect.
         template = str(self._tokenizer.chat_template or "")
+        self._parts = (*_PARTS, *(part for part in _THOUGHTS if part not in template))
         for name in chat_template_kwargs:
             if name not in template:
                 raise ModelError(
@@ -69,8 +71,7 @@ class ModelTokenizer:
                 f"expected a chat template at {self._model_path} that shows every turn to the model, got one that "
                 f"leaves a turn of role {role} out; use roles and an order of turns that the model was taught",
             )
-        template = str(self._tokenizer.chat_template)
-        for part in (*_PARTS, *(part for part in _THOUGHTS if part not in template)):
+        for part in self._parts:
             less = [{key: turn[key] for key in turn if key != part or turn["role"] == "tool"} for turn in turns]
             tools = [] if part == "tools" else prompt.tools
             if (less != turns or tools != prompt.tools) and self._says_the_same(token_ids, less, tools):
@@ -211,13 +212,17 @@ class ModelTokenizer:
 
     def _with_opening(self, text: str) -> list[int]:
         plain = self._plain(text)
+        if self._opening is None:
+            self._opening = self._opening_before(text, plain)
+        opening = self._opening or []
+        # The text may start with the opening itself, as the output of a chat template does.
+        return plain if not plain or plain[: len(opening)] == opening else opening + plain
+
+    def _opening_before(self, text: str, plain: Sequence[int]) -> list[int] | None:
+        """The tokens that the tokenizer puts before any text; None if this one does not show them."""
         special: list[int] = self._tokenizer(text)["input_ids"]
-        # Finds the text's own tokens in ``special``. Tokens before them are kept, tokens after them are cut off.
-        for start in range(len(special) - len(plain) + 1):
-            if special[start : start + len(plain)] == plain:
-                # The text may start with the opening itself, as the output of a chat template does.
-                return plain if plain[:start] == special[:start] else special[: start + len(plain)]
-        return plain
+        starts = range(len(special) - len(plain) + 1) if plain else ()
+        return next((special[:start] for start in starts if special[start : start + len(plain)] == plain), None)
 
     def _plain(self, text: str) -> list[int]:
         token_ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
