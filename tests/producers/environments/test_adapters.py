@@ -98,10 +98,13 @@ async def test_a_server_of_openenv_is_an_environment() -> None:
         ("leave", "to answer step, got the end of the connection; look at the server's log"),
     ],
 )
-async def test_an_openenv_server_that_does_not_answer_is_named(word: str, why: str) -> None:
+async def test_an_openenv_server_that_does_not_answer_is_named(
+    word: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with openenv_server() as (url, _):
-        made = OpenEnvEnvironment(url, timeout_s=0.1)
+        made = OpenEnvEnvironment(url)
         await made.reset(0)
+        monkeypatch.setattr(made, "_timeout_s", 0.1)
         with pytest.raises(UserError, match=rf"expected {url}/ws {why}"):
             await made.step(PolicyReply(word, (), "stop", {}))
         await made.close()
