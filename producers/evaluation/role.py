@@ -181,7 +181,8 @@ def _on_shared_prompts(settings: "Settings") -> list[str]:
     """Notes on held-out sets with prompts that are in the training data, too, under another name."""
     from streamrl.producers.prompts.sources import shared_with
 
-    wanted, notes = _held_out_of(settings), []
+    wanted = _held_out_of(settings)
+    notes: list[str] = []
     if settings.data.path is None or settings.generation.engine == "emulated":
         return []
     for name, prompts in _prompts_by_set(settings).items():

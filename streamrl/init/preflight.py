@@ -363,14 +363,14 @@ def _disk(settings: Settings, parameters: int) -> Check:
     return Check("disk", "ok" if room.is_enough else "fail", str(room))
 
 
-def check_prompts(prompts: Sequence[Prompt], total: int, notes: Sequence[str] = ()) -> Check:
-    """A line with the number of prompts, notes on the data, the first prompt, and the columns that rewards get."""
+def check_prompts(prompts: Sequence[Prompt], total: int, known: Sequence[str] = ()) -> Check:
+    """A line with the number of prompts, what is ``known`` of the data, the first prompt, and the columns of rewards."""
     first = prompts[0]
     text = first.text if len(first.text) <= MAX_SHOWN_CHARACTERS else first.text[:MAX_SHOWN_CHARACTERS] + "…"
     columns = ", ".join(sorted(first.columns)) or "none"
     shown = f"{first.prompt_id} is {text!r}; columns for rewards: {columns}"
     unseen = sorted({name for prompt in prompts for name in MEDIA & prompt.columns.keys() if prompt.columns[name]})
-    notes = [*notes]
+    notes = [*known]
     if unseen:
         notes.append(f"the model sees text alone, and nothing of column {', '.join(unseen)}")
     return Check("data", "note" if notes else "ok", "; ".join([f"{total:,} prompts", *notes, shown]))
