@@ -364,7 +364,7 @@ def _disk(settings: Settings, parameters: int) -> Check:
 
 
 def check_prompts(prompts: Sequence[Prompt], total: int, known: Sequence[str] = ()) -> Check:
-    """A line with the number of prompts, what is ``known`` of the data, the first prompt, and the columns of rewards."""
+    """A line with the number of prompts, what is ``known`` of the data, the first prompt, and the rewards' columns."""
     first = prompts[0]
     text = first.text if len(first.text) <= MAX_SHOWN_CHARACTERS else first.text[:MAX_SHOWN_CHARACTERS] + "…"
     columns = ", ".join(sorted(first.columns)) or "none"
