@@ -95,7 +95,14 @@ def _refuse_untied(directory: Path, tied: Mapping[str, str]) -> None:
     """
     with ExitStack() as opened:
         files = [opened.enter_context(safe_open(file, framework="pt")) for file in directory.glob("*.safetensors")]
-        slices = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
+        slices: dict[str, Any] = {}
+        for name, found in ((name, file.get_slice(name)) for file in files for name in file.keys()):  # noqa: SIM118
+            if name in slices and not _are_equal(slices[name], found):
+                raise ModelError(
+                    f"expected one set of weights in {str(directory)!r}, got {name!r} in two safetensors files with "
+                    "different values; remove the files of the set that is not meant"
+                )
+            slices[name] = found
         for name, source in tied.items():
             if name in slices and source in slices and not _are_equal(slices[name], slices[source]):
                 raise ModelError(

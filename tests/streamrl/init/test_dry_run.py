@@ -126,6 +126,17 @@ def test_two_tensors_that_differ_and_should_be_one_fail(model: Path, tmp_path: P
         check_model(read_model(settings_of(other, tmp_path)), str(other))
 
 
+def test_two_sets_of_weights_fail_if_they_differ(model: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(model, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    second = other / "model-00001-of-00001.safetensors"
+    save_file(tensors, second, {"format": "pt"})
+    assert check_model(read_model(settings_of(other, tmp_path)), str(other)).state == "ok"
+    save_file({name: tensor * 2 for name, tensor in tensors.items()}, second, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"expected one set of weights in .*other.* in two safetensors files"):
+        check_model(read_model(settings_of(other, tmp_path)), str(other))
+
+
 def test_a_warm_up_that_never_ends_is_noted(model: Path, tmp_path: Path) -> None:
     settings = settings_of(model, tmp_path)
     training = settings.training.model_copy(update={"warmup_steps": 20, "max_steps": 20})
