@@ -143,14 +143,15 @@ def weight_faults(path: str | Path) -> list[str]:
 
 
 def _fault_of(tensor: Any) -> str:
-    if len(tensor.get_shape()) < 2:  # norms and biases may be zero
+    if not tensor.get_shape():
         return ""
-    rows = tensor[:FIRST_ROWS]
+    rows, is_matrix = tensor[:FIRST_ROWS], len(tensor.get_shape()) > 1
     if not rows.is_floating_point():
-        return "weights are whole numbers, as quantised ones are, which cannot be trained"
+        return "" if not is_matrix else "weights are whole numbers, as quantised ones are, which cannot be trained"
     if not bool(rows.float().isfinite().all()):
         return "weights are NaN or infinite"
-    return "" if bool(rows.any()) else "weights are zero"
+    # norms and biases may be zero
+    return "" if not is_matrix or bool(rows.any()) else "weights are zero"
 
 
 def _loaded(path: str | Path, **options: Any) -> tuple[Any, list[str]]:

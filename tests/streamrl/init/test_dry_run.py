@@ -126,6 +126,14 @@ def test_two_tensors_that_differ_and_should_be_one_fail(model: Path, tmp_path: P
         check_model(read_model(settings_of(other, tmp_path)), str(other))
 
 
+def test_a_norm_may_be_zero_and_not_nan(model: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(model, tmp_path / "other")
+    tensors, name = load_file(other / "model.safetensors"), "model.norm.weight"
+    for factor, count in ((0.0, 0), (float("nan"), 1)):
+        save_file({**tensors, name: tensors[name] * factor}, other / "model.safetensors", {"format": "pt"})
+        assert len(check_weights(settings_of(other, tmp_path))) == count
+
+
 def test_two_sets_of_weights_fail_if_they_differ(model: Path, tmp_path: Path) -> None:
     other = shutil.copytree(model, tmp_path / "other")
     tensors = load_file(other / "model.safetensors")
