@@ -172,8 +172,7 @@ def _opened(file: Path | IO[bytes]) -> AbstractContextManager[IO[bytes]]:
 
 
 def _parsed(raw: bytes) -> Any:
-    # Refuse NaN and Infinity here: Python reads them, and sending the prompt would fail later.
-    return json.loads(raw, parse_constant=_refuse, object_pairs_hook=_object)
+    return _DECODER.decode(raw.decode(json.detect_encoding(raw), "surrogatepass"))  # as json.loads reads bytes
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Row:
@@ -186,6 +185,11 @@ def _object(pairs: list[tuple[str, Any]]) -> Row:
 
 def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_object)
+"""Made once: ``json.loads`` makes one for each text. It refuses NaN and Infinity: Python reads them, and sending the
+prompt would fail later."""
 
 
 def _decompressed(path: Path, suffix: str) -> IO[bytes]:
