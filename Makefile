@@ -98,7 +98,7 @@ chaos: .venv/ready-test  ## inject faults into real brokers and processes, and i
 soak: .venv/ready-test  ## one long run with a kill every 20 s (MINUTES=30)
 	.venv/bin/python -m tests.chaos.soak --minutes $(MINUTES) $(ARGS)
 
-bench: bench-transport bench-compression bench-protocol bench-observation bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-profile bench-plan bench-engine bench-decode bench-gateway  ## run every benchmark
+bench: bench-transport bench-compression bench-protocol bench-observation bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-profile bench-plan bench-engine bench-decode bench-step bench-gateway  ## run every benchmark
 
 bench-compression: .venv/ready-test  ## measure what Kafka's codecs save on trajectories, and what they cost
 	.venv/bin/python -m benchmarks.compression $(ARGS)
@@ -168,6 +168,9 @@ bench-engine: .venv/ready-test .venv-vllm/ready  ## measure the overhead from a 
 
 bench-decode: .venv/ready-test  ## compare a decode step of the built-in engine with its matmuls alone (ARGS="--models demo")
 	.venv/bin/python -m benchmarks.engine.decode $(ARGS)
+
+bench-step: .venv/ready-test  ## measure the processor time of a step by process and phase, beside its matmuls alone (ARGS="--models demo")
+	.venv/bin/python -m benchmarks.step $(ARGS)
 
 bench-gateway: .venv/ready-test  ## compare the gateway with its engine and vLLM's server; readers, overload, replicas, consumers, token stream (ARGS="--only vllm")
 	.venv/bin/python -m benchmarks.gateway $(ARGS)

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @torch.inference_mode()
 def _row(name: str, dtype: str, sequences: int, seconds: float) -> dict[str, Any]:
-    own, plain = _build(name, dtype), _build(name, dtype)
+    own, plain = build(name, dtype), build(name, dtype)
     forwards: dict[str, SlotForward] = {"own": OwnForward(own), "plain": PlainForward(plain)}
     steps = {label: _decode(forward, sequences) for label, forward in forwards.items()}
     logits = steps["own"]()
@@ -85,10 +85,10 @@ def _row(name: str, dtype: str, sequences: int, seconds: float) -> dict[str, Any
     turns: dict[str, Callable[[], object]] = {
         **steps,
         "sampling": lambda: sampler.sample(logits),
-        "linears": lambda: _linears(plain, sequences),
-        "attention": _attention(plain, sequences),
+        "linears": lambda: linears(plain, sequences),
+        "attention": attention(plain, sequences),
     }
-    took = _least_ms(turns, seconds)
+    took = least_ms(turns, seconds)
     matmuls = took["linears"] + took["attention"]
     row: dict[str, Any] = rounded(
         {
@@ -108,7 +108,8 @@ def _row(name: str, dtype: str, sequences: int, seconds: float) -> dict[str, Any
     return row
 
 
-def _build(name: str, dtype: str) -> Any:
+def build(name: str, dtype: str) -> Any:
+    """A model of this shape with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -125,7 +126,8 @@ def _decode(forward: SlotForward, sequences: int) -> Callable[[], torch.Tensor]:
     return lambda: forward.decode(tokens, positions, CONTEXT)
 
 
-def _linears(model: Any, sequences: int) -> None:
+def linears(model: Any, sequences: int) -> None:
+    """The products of all linear layers, for so many tokens."""
     inputs: dict[int, torch.Tensor] = {}
     for linear in model.modules():
         if isinstance(linear, torch.nn.Linear):
@@ -134,14 +136,14 @@ def _linears(model: Any, sequences: int) -> None:
             functional.linear(inputs[linear.in_features], linear.weight)
 
 
-def _attention(model: Any, sequences: int) -> Callable[[], None]:
+def attention(model: Any, sequences: int, context: int = CONTEXT) -> Callable[[], None]:
     """The products of queries and keys and of probabilities and values in all layers, each with a cache of its own."""
     config = model.config
     size = config.hidden_size // config.num_attention_heads
     batch, queries = sequences * config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
-    caches = [torch.ones(2, batch, CONTEXT, size, dtype=model.dtype) for _ in range(config.num_hidden_layers)]
+    caches = [torch.ones(2, batch, context, size, dtype=model.dtype) for _ in range(config.num_hidden_layers)]
     asked = torch.ones(batch, queries, size, dtype=model.dtype)
-    weights = torch.ones(batch, queries, CONTEXT, dtype=model.dtype)
+    weights = torch.ones(batch, queries, context, dtype=model.dtype)
 
     def run() -> None:
         for keys, values in caches:
@@ -154,7 +156,8 @@ def _attention(model: Any, sequences: int) -> Callable[[], None]:
     return run
 
 
-def _least_ms(turns: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+def least_ms(turns: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """Of each, the least processor time of a call in milliseconds; calls take turns for so many seconds."""
     least = dict.fromkeys(turns, float("inf"))
     until, done = time.thread_time() + seconds, 0
     while done < TURNS or time.thread_time() < until:

@@ -1,0 +1,172 @@
+"""``python -m benchmarks.step``: of a demo step and a SmolLM2 step, processor time by process and phase.
+
+Each model trains for some steps as a user would have it train, with a broker that the run starts. Meanwhile py-spy
+samples the stacks of all processes, and each stack belongs to a phase. The processor time of a process is the system's
+count. So shares within a process are sampled, and its sum is exact. Next to the phases of the model stands what their
+matmuls take alone.
+"""
+
+import argparse
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.commands import STREAMRL
+from benchmarks.conditions import RESULTS, conditions, rounded, write_results
+from benchmarks.step.limits import StepTokens, measured_limits
+from benchmarks.step.phases import OTHER
+from benchmarks.step.recording import Recorded, Window, record, step_means
+from streamrl.api import Run
+from streamrl.settings.tree import Settings
+
+LIBRARIES = ("torch", "transformers", "aiokafka", "py-spy")
+NAME = "step"
+SMALLEST_S = 0.0005
+"""Phases of less than this many seconds a step are added up as others: they were seen once or not at all."""
+LIMITED = ("prefill", "decode matmuls", "decode overhead", "forward", "backward")
+"""Phases of the model's own computing."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """``shape``: of ``benchmarks.engine.decode.SHAPES``. ``command``: given a directory of its own, starts the run."""
+
+    shape: str
+    warm_up: int
+    steps: int
+    command: Callable[[Path], list[str]]
+
+
+def _demo(_directory: Path) -> list[str]:
+    return ["demo", "--engine", "transformers", "--evaluation.function=none"]
+
+
+def _smollm2(directory: Path) -> list[str]:
+    task = directory / "task"
+    subprocess.run([*STREAMRL, "init", "--example", "smollm2", str(task)], check=True, stdout=subprocess.DEVNULL)
+    return ["run", "--no-top", str(task / "streamrl.toml"), "--evaluation.function=none"]
+
+
+CASES = {
+    "demo": Case("demo", 8, 24, _demo),
+    "SmolLM2-135M": Case("SmolLM2-135M", 3, 6, _smollm2),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure as the arguments say."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
+    parser.add_argument("--models", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--steps", type=int, help="optimizer steps that count; without: 24 of the demo, 6 of SmolLM2")
+    parser.add_argument("--rate", type=int, default=50, help="samples a second of each process")
+    parser.add_argument("--limit-s", type=float, default=20.0, help="seconds to time matmuls, for each precision")
+    parser.add_argument("--results", type=Path, default=RESULTS / "step.json")
+    parser.add_argument("settings", nargs="*", help="for the runs: --section.key=value, after a --")
+    options = parser.parse_args(arguments)
+    began, rows, tokens = time.monotonic(), [], {}
+    for model in options.models:
+        recorded, counted = _measure(CASES[model], options)
+        limits = measured_limits(CASES[model].shape, counted, options.limit_s)
+        found = list(rows_of(model, recorded, limits))
+        rows += found
+        tokens[model] = counted.as_row() | {"steps": recorded.steady.steps, "step_s": _step_s(recorded.steady)}
+        print("\n".join(table_of(model, found)), flush=True)
+    how = conditions(began, 0, LIBRARIES, "make bench-step")
+    write_results(options.results, {"rows": rounded(rows, 3), "tokens": tokens} | how)
+
+
+def _measure(case: Case, options: argparse.Namespace) -> tuple[Recorded, StepTokens]:
+    with tempfile.TemporaryDirectory(prefix="streamrl-bench-step-") as scratch:
+        directory = Path(scratch)
+        steps = options.steps or case.steps
+        own = (f"--run.directory={directory / 'runs'}", f"--run.name={NAME}", "--run.seed=0")
+        more = (f"--training.max_steps={1000 + steps}", "--training.checkpoint_every=1000000")
+        command = [*case.command(directory), *own, *more, *options.settings]
+        run = directory / "runs" / NAME
+        recorded = record(command, directory, run / "metrics.jsonl", case.warm_up, steps, options.rate)
+        means = step_means(run / "metrics.jsonl", recorded.first, recorded.first + recorded.steady.steps)
+        past = Run(run)
+        sampled = past.trajectories(tokens=True).select(
+            ["prompt_token_ids", "length", "started_at", "finished_at", "worker_id"]
+        )
+        return recorded, tokens_of(sampled.to_pylist(), means, past.settings, recorded.steady)
+
+
+def tokens_of(
+    trajectories: Sequence[dict[str, Any]], means: dict[str, float], settings: Settings, window: Window
+) -> StepTokens:
+    """What a step of the window computed: by its trajectories, and by the means of the steps' figures."""
+    prompt = sum(len(row["prompt_token_ids"]) for row in trajectories) / len(trajectories)
+    completion = sum(row["length"] for row in trajectories) / len(trajectories)
+    groups, size = settings.loop.groups_per_step, settings.loop.num_generations
+    computed = means["training_tok/s"] * means["time/step"]
+    if settings.training.packing == "shared":
+        computed *= (prompt + size * completion) / (size * (prompt + completion))
+    return StepTokens(
+        prefilled=groups * prompt,
+        decoded=groups * size * completion,
+        computed=computed,
+        scored=means["tokens/computed"],
+        sequences=max(1, round(sequences_at_once(trajectories, settings.generation.max_num_seqs, window))),
+        context=round(prompt + completion / 2),
+    )
+
+
+def sequences_at_once(trajectories: Sequence[dict[str, Any]], slots: int, window: Window, moments: int = 200) -> float:
+    """How many completions a worker that samples has in its slots, in the mean over the window's moments."""
+    found = []
+    for number in range(moments):
+        now = window.began + window.seconds * (number + 0.5) / moments
+        running: dict[str, int] = {}
+        for row in trajectories:
+            if row["started_at"] <= now < row["finished_at"]:
+                running[row["worker_id"]] = running.get(row["worker_id"], 0) + 1
+        found += [min(slots, count) for count in running.values()]
+    return sum(found) / max(1, len(found))
+
+
+def rows_of(model: str, recorded: Recorded, limits: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """A row for each process and phase: seconds of a steady step, then of the start.
+
+    ``limit_s``: of a phase of the model, the seconds of its matmuls alone, over all processes; else none.
+    """
+    for part, window in (("step", recorded.steady), ("start", recorded.start)):
+        cpu_s: dict[tuple[str, str], float] = {}
+        for (process, phase), seconds in window.cpu_s.items():
+            share = seconds / window.steps
+            key = process, phase if share >= SMALLEST_S else OTHER
+            cpu_s[key] = cpu_s.get(key, 0.0) + share
+        cpu_s["machine", "idle"] = window.idle_s / window.steps
+        for (process, phase), seconds in sorted(cpu_s.items(), key=lambda item: (item[0][0], -item[1])):
+            limit = limits.get(phase) if part == "step" else None
+            yield {
+                "model": model, "part": part, "process": process, "phase": phase, "cpu_s": seconds, "limit_s": limit
+            }  # fmt: skip
+
+
+def _step_s(window: Window) -> float:
+    return round(window.seconds / window.steps, 3)
+
+
+def table_of(model: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Lines for people: of a step, each process with its phases; then how far the model's phases are from the limit."""
+    yield f"{model}: processor milliseconds of a step"
+    steady = [row for row in rows if row["part"] == "step"]
+    for row in steady:
+        limit = "" if row["limit_s"] is None else f"   matmuls alone {1e3 * row['limit_s']:.1f}"
+        yield f"  {row['process']:<14} {row['phase']:<18} {1e3 * row['cpu_s']:9.1f}{limit}"
+    for name, phases in (("generation", LIMITED[:3]), ("training", LIMITED[3:])):
+        spent = sum(row["cpu_s"] for row in steady if row["phase"] in phases)
+        limit = sum(
+            {row["phase"]: row["limit_s"] for row in steady if row["phase"] in phases and row["limit_s"]}.values()
+        )
+        if limit:
+            yield f"  {name}: {1e3 * spent:.1f}, {spent / limit:.2f} x its matmuls"
+
+
+if __name__ == "__main__":
+    main()
