@@ -7,10 +7,11 @@ matmuls take alone.
 """
 
 import argparse
+import math
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ LIMITED = ("prefill", "decode matmuls", "decode overhead", "forward", "backward"
 
 @dataclass(frozen=True)
 class Case:
-    """``shape``: of ``benchmarks.engine.decode.SHAPES``. ``command``: given a directory of its own, starts the run."""
+    """``shape``: of ``benchmarks.engine.decode.SHAPES``. ``command``: starts the run in a directory of its own."""
 
     shape: str
     warm_up: int
@@ -46,9 +47,8 @@ def _demo(_directory: Path) -> list[str]:
 
 
 def _smollm2(directory: Path) -> list[str]:
-    task = directory / "task"
-    subprocess.run([*STREAMRL, "init", "--example", "smollm2", str(task)], check=True, stdout=subprocess.DEVNULL)
-    return ["run", "--no-top", str(task / "streamrl.toml"), "--evaluation.function=none"]
+    subprocess.run([*STREAMRL, "init", "--example", "smollm2", str(directory)], check=True, stdout=subprocess.DEVNULL)
+    return ["run", "--no-top", "streamrl.toml", "--evaluation.function=none"]
 
 
 CASES = {
@@ -89,44 +89,26 @@ def _measure(case: Case, options: argparse.Namespace) -> tuple[Recorded, StepTok
         run = directory / "runs" / NAME
         recorded = record(command, directory, run / "metrics.jsonl", case.warm_up, steps, options.rate)
         means = step_means(run / "metrics.jsonl", recorded.first, recorded.first + recorded.steady.steps)
-        past = Run(run)
-        sampled = past.trajectories(tokens=True).select(
-            ["prompt_token_ids", "length", "started_at", "finished_at", "worker_id"]
-        )
-        return recorded, tokens_of(sampled.to_pylist(), means, past.settings, recorded.steady)
+        return recorded, tokens_of(means, Run(run).settings)
 
 
-def tokens_of(
-    trajectories: Sequence[dict[str, Any]], means: dict[str, float], settings: Settings, window: Window
-) -> StepTokens:
-    """What a step of the window computed: by its trajectories, and by the means of the steps' figures."""
-    prompt = sum(len(row["prompt_token_ids"]) for row in trajectories) / len(trajectories)
-    completion = sum(row["length"] for row in trajectories) / len(trajectories)
+def tokens_of(means: Mapping[str, float], settings: Settings) -> StepTokens:
+    """What a step computed, by the means of the steps' figures."""
     groups, size = settings.loop.groups_per_step, settings.loop.num_generations
-    computed = means["training_tok/s"] * means["time/step"]
-    if settings.training.packing == "shared":
-        computed *= (prompt + size * completion) / (size * (prompt + completion))
+    samples = means["ledger/trained"]
+    prompt = (means["training_tok/s"] * means["time/step"] - means["tokens/trained"]) / samples
+    completion = means["completions/mean_length"]
+    # Prompts of samples that have a gradient: those of a group that all earned the same are not computed.
+    prompts = prompt * samples * (1 - means["frac_reward_zero_std"])
+    under_way = groups * size * (1 + settings.loop.staleness_bound)
     return StepTokens(
         prefilled=groups * prompt,
         decoded=groups * size * completion,
-        computed=computed,
+        computed=means["tokens/computed"] + prompts / (size if settings.training.packing == "shared" else 1),
         scored=means["tokens/computed"],
-        sequences=max(1, round(sequences_at_once(trajectories, settings.generation.max_num_seqs, window))),
+        sequences=min(settings.generation.max_num_seqs, math.ceil(under_way / settings.run.workers)),
         context=round(prompt + completion / 2),
     )
-
-
-def sequences_at_once(trajectories: Sequence[dict[str, Any]], slots: int, window: Window, moments: int = 200) -> float:
-    """How many completions a worker that samples has in its slots, in the mean over the window's moments."""
-    found = []
-    for number in range(moments):
-        now = window.began + window.seconds * (number + 0.5) / moments
-        running: dict[str, int] = {}
-        for row in trajectories:
-            if row["started_at"] <= now < row["finished_at"]:
-                running[row["worker_id"]] = running.get(row["worker_id"], 0) + 1
-        found += [min(slots, count) for count in running.values()]
-    return sum(found) / max(1, len(found))
 
 
 def rows_of(model: str, recorded: Recorded, limits: dict[str, float]) -> Iterator[dict[str, Any]]:

@@ -22,7 +22,7 @@ ROWS = 1024
 
 @dataclass(frozen=True)
 class StepTokens:
-    """Tokens of one optimizer step. ``sequences``: sampled at once, in the mean. ``context``: of half a completion.
+    """Tokens of one optimizer step. ``sequences``: of a full batch. ``context``: with half a completion.
 
     ``prefilled``: of prompts, once a group. ``decoded``: sampled. ``computed``: went through the trained model;
     ``scored`` of these through its output layer, too.

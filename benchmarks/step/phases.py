@@ -2,7 +2,8 @@
 
 A sample is the stack of a thread that was running, as `py-spy record --format raw --full-filenames` writes it: the
 process, then frames from the outermost to the innermost, then how often it was seen. The innermost frame that a rule
-knows names the phase. So a library's time counts for the code that called it.
+knows names the phase. So a library's time counts for the code that called it. What an event loop does itself counts for
+it only if no other frame is known.
 """
 
 import linecache
@@ -84,14 +85,18 @@ class Frame(NamedTuple):
 
 def phase_of(stack: Sequence[Frame], line_of: Callable[[str, int], str] = linecache.getline) -> str:
     """The phase of a stack, outermost frame first. ``line_of``: the text of a file's line."""
+    found = OTHER
     for number in range(len(stack) - 1, -1, -1):
         phase = _rule(stack[number])
+        if phase == EVENT_LOOP:
+            found = EVENT_LOOP
+            continue
         if phase == DECODE_OVERHEAD and (inner := _innermost_of_forward(stack[number:])) is not None:
             text = line_of(inner.path, inner.line)
             return DECODE_MATMULS if any(product in text for product in MATMULS) else phase
         if phase:
             return phase
-    return OTHER
+    return found
 
 
 def _rule(frame: Frame) -> str | None:

@@ -63,13 +63,21 @@ class Recorded:
 def record(command: Sequence[str], directory: Path, metrics: Path, warm_up: int, steps: int, rate: int) -> Recorded:
     """Run a command for some steps, and stop it. The first ``warm_up`` lines of ``metrics`` do not count.
 
-    ``rate``: samples a second of each process; ``directory``: for the log and what the profiler writes.
+    ``rate``: samples a second of each process. ``directory``: where the command is started, and where its log and what
+    the profiler writes are put.
 
     Raises:
         RuntimeError: the run ended before, or the profiler could not look into it.
     """
     with (directory / "run.log").open("w") as log:
-        run = subprocess.Popen([*STREAMRL, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        run = subprocess.Popen(
+            [*STREAMRL, *command],
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
     try:
         start = _Sampling.begin(run, directory / "start.txt", rate, waits=False)
         _await_steps(run, metrics, 1, directory)
@@ -115,7 +123,10 @@ class _Sampling:
         """``waits``: the window begins when the profiler looks; else at once, and its first moments are not sampled."""
         options = ("--nonblocking", "--subprocesses", "--full-filenames", "--format", "raw", "--rate", str(rate))
         command = [str(PY_SPY), "record", "--pid", str(run.pid), *options, "--output", str(out)]
-        profiler = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        # In a session of its own, as the run's processes are: Linux shares processors out by session.
+        profiler = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
         if waits:
             assert profiler.stdout is not None
             # It first reads the symbols of all processes, which takes seconds.

@@ -16,6 +16,8 @@ PRODUCT = Frame("_Projection.__call__", f"{ENGINES}/plain_forward.py", 10)
 TRAINING = [Frame("PolicyLearner._backward", "/app/streamrl/consumers/training/step.py", 1)]
 SCORER = Frame("CompletionScorer.__call__", "/app/streamrl/consumers/algorithms/losses.py", 2)
 IMPORT = Frame("_find_and_load", "<frozen importlib._bootstrap>", 1)
+LOOP = Frame("Runner.run", "/lib/asyncio/runners.py", 118)
+SEND = Frame("AIOKafkaClient.send", "/lib/site-packages/aiokafka/client.py", 474)
 MODEL = Frame("LlamaModel.forward", "/lib/site-packages/transformers/models/llama/modeling_llama.py", 1)
 
 
@@ -33,6 +35,8 @@ def lines(path: str, line: int) -> str:
         ([*STEP, Frame("prefill", f"{ENGINES}/plain_forward.py", 3), PRODUCT], "prefill"),
         ([*TRAINING, SCORER, MODEL], "forward"),
         ([*TRAINING, Frame("_engine_run_backward", "/lib/site-packages/torch/autograd/graph.py", 1)], "backward"),
+        ([LOOP], "event loop"),
+        ([LOOP, SEND, Frame("StreamWriter.write", "/lib/asyncio/streams.py", 1)], "broker client"),
         ([IMPORT, Frame("<module>", f"{ENGINES}/slots.py", 9)], "imports"),
         ([Frame("<module>", "/app/streamrl/__main__.py", 1)], OTHER),
         ([], OTHER),

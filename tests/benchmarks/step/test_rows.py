@@ -2,9 +2,10 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.step.__main__ import rows_of, sequences_at_once, table_of
+from benchmarks.step.__main__ import rows_of, table_of, tokens_of
 from benchmarks.step.limits import MatmulTimes, StepTokens, limits_of
 from benchmarks.step.recording import Recorded, Window, by_phase, name_of
+from streamrl.settings.loading import load_settings
 
 TOKENS = StepTokens(prefilled=100.0, decoded=200.0, computed=300.0, scored=200.0, sequences=4, context=16)
 
@@ -49,8 +50,31 @@ def test_rows_have_the_published_form_and_keep_every_second() -> None:
     assert "generation: 2000.0, 1.33 x its matmuls" in "\n".join(table_of("demo", rows))
 
 
-def test_sequences_at_once_are_those_in_slots_of_workers_that_sample() -> None:
-    window = Window(1, 0.0, 10.0, {}, 0.0)
-    rows = [{"worker_id": "a", "started_at": 0.0, "finished_at": 5.0} for _ in range(6)]
-    assert sequences_at_once(rows, 4, window) == 4
-    assert sequences_at_once([*rows, {"worker_id": "b", "started_at": 0.0, "finished_at": 5.0}], 8, window) == 3.5
+def test_a_step_computes_what_its_figures_say() -> None:
+    # 16 samples with prompts of 10 tokens and completions of 5; half of the groups earned the same.
+    means = {
+        "ledger/trained": 16.0,
+        "training_tok/s": 120.0,
+        "time/step": 2.0,
+        "tokens/trained": 80.0,
+        "tokens/computed": 40.0,
+        "completions/mean_length": 5.0,
+        "frac_reward_zero_std": 0.5,
+    }
+    settings = load_settings(
+        None,
+        [],
+        {
+            "run": {"name": "a", "workers": 2},
+            "model": {"path": "m"},
+            "data": {"path": "d"},
+            "rewards": {"functions": ["exact_match"]},
+            "loop": {"groups_per_step": 2, "num_generations": 8, "max_staleness": 3},
+            "generation": {"max_num_seqs": 64},
+        },
+    )
+    assert tokens_of(means, settings) == StepTokens(
+        prefilled=20.0, decoded=80.0, computed=120.0, scored=40.0, sequences=32, context=12
+    )
+    shared = settings.model_copy(update={"training": settings.training.model_copy(update={"packing": "shared"})})
+    assert tokens_of(means, shared).computed == 50.0
