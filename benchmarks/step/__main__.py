@@ -25,7 +25,7 @@ from streamrl.api import Run
 from streamrl.settings.tree import Settings
 
 LIBRARIES = ("torch", "transformers", "aiokafka", "py-spy")
-NAME = "step"
+NAME, MACHINE = "step", "machine"
 SMALLEST_S = 0.0005
 """Phases of less than this many seconds a step are added up as others: they were seen once or not at all."""
 LIMITED = ("prefill", "decode matmuls", "decode overhead", "forward", "backward")
@@ -71,12 +71,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for model in options.models:
         recorded, counted = _measure(CASES[model], options)
         limits = measured_limits(CASES[model].shape, counted, options.limit_s)
-        found = list(rows_of(model, recorded, limits))
-        rows += found
+        mine = list(rows_of(model, recorded, limits))
+        rows += mine
         tokens[model] = counted.as_row() | {"steps": recorded.steady.steps, "step_s": _step_s(recorded.steady)}
-        print("\n".join(table_of(model, found)), flush=True)
+        print("\n".join(table_of(model, mine)), flush=True)
     how = conditions(began, 0, LIBRARIES, "make bench-step")
-    write_results(options.results, {"rows": rounded(rows, 3), "tokens": tokens} | how)
+    found = {"rows": rounded(rows, 3), "phases": rounded(list(phases_of(rows)), 3), "tokens": tokens}
+    write_results(options.results, found | how, ("rows", "phases"))
 
 
 def _measure(case: Case, options: argparse.Namespace) -> tuple[Recorded, StepTokens]:
@@ -122,12 +123,28 @@ def rows_of(model: str, recorded: Recorded, limits: dict[str, float]) -> Iterato
             share = seconds / window.steps
             key = process, phase if share >= SMALLEST_S else OTHER
             cpu_s[key] = cpu_s.get(key, 0.0) + share
-        cpu_s["machine", "idle"] = window.idle_s / window.steps
+        cpu_s[MACHINE, "idle"] = window.idle_s / window.steps
         for (process, phase), seconds in sorted(cpu_s.items(), key=lambda item: (item[0][0], -item[1])):
             limit = limits.get(phase) if part == "step" else None
             yield {
                 "model": model, "part": part, "process": process, "phase": phase, "cpu_s": seconds, "limit_s": limit
             }  # fmt: skip
+
+
+def phases_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A steady step's phases over all processes, in milliseconds, largest first; those under a hundredth are joined."""
+    steady = [row for row in rows if row["part"] == "step" and row["process"] != MACHINE]
+    for model in dict.fromkeys(row["model"] for row in steady):
+        mine = [row for row in steady if row["model"] == model]
+        least = 0.01 * sum(row["cpu_s"] for row in mine)
+        limits = {row["phase"]: row["limit_s"] for row in mine}
+        spent = {phase: sum(row["cpu_s"] for row in mine if row["phase"] == phase) for phase in limits}
+        named = {phase: seconds for phase, seconds in spent.items() if phase != OTHER and seconds >= least}
+        rest = sum(spent.values()) - sum(named.values())
+        for phase, seconds in [*sorted(named.items(), key=lambda item: -item[1]), (OTHER, rest)]:
+            limit = limits.get(phase)
+            limit_ms = None if limit is None else 1e3 * limit
+            yield {"model": model, "phase": phase, "cpu_ms": 1e3 * seconds, "limit_ms": limit_ms}
 
 
 def _step_s(window: Window) -> float:

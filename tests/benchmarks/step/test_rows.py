@@ -2,7 +2,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.step.__main__ import rows_of, table_of, tokens_of
+from benchmarks.step.__main__ import phases_of, rows_of, table_of, tokens_of
 from benchmarks.step.limits import MatmulTimes, StepTokens, limits_of
 from benchmarks.step.recording import Recorded, Window, by_phase, name_of
 from streamrl.settings.loading import load_settings
@@ -47,6 +47,10 @@ def test_rows_have_the_published_form_and_keep_every_second() -> None:
     assert seconds["step", "other"] == (pytest.approx(0.0001), None)
     assert seconds["start", "imports"] == (6.0, None)
     assert seconds["step", "idle"] == (0.5, None)
+    assert list(phases_of(rows)) == [
+        {"model": "demo", "phase": "decode matmuls", "cpu_ms": 2000.0, "limit_ms": 1500.0},
+        {"model": "demo", "phase": "other", "cpu_ms": pytest.approx(0.1), "limit_ms": None},
+    ]
     assert "generation: 2000.0, 1.33 x its matmuls" in "\n".join(table_of("demo", rows))
 
 
