@@ -1,8 +1,8 @@
 """``python -m benchmarks.step``: of a demo step and a SmolLM2 step, processor time by process and phase.
 
 Each model trains for some steps as a user would have it train, with a broker that the run starts. Meanwhile py-spy
-samples the stacks of all processes, and each stack belongs to a phase. The processor time of a process is the system's
-count. So shares within a process are sampled, and its sum is exact. Next to the phases of the model stands what their
+samples the stacks of all threads, and each stack belongs to a phase. The processor time of a thread is the system's
+count. So shares within a thread are sampled, and its sum is exact. Next to the phases of the model stands what their
 matmuls take alone.
 """
 

@@ -1,9 +1,9 @@
 """Maps sampled stacks of Python frames to phases of the work. Pure.
 
-A sample is the stack of a thread that was running, as `py-spy record --format raw --full-filenames` writes it: the
-process, then frames from the outermost to the innermost, then how often it was seen. The innermost frame that a rule
-knows names the phase. So a library's time counts for the code that called it. What an event loop does itself counts for
-it only if no other frame is known.
+A sample is the stack of a thread that was running, as `py-spy record --threads --format raw --full-filenames` writes it:
+the processes and the thread, then frames from the outermost to the innermost, then how often it was seen. The innermost
+frame that a rule knows names the phase. So a library's time counts for the code that called it. What an event loop does
+itself counts for it only if no other frame is known.
 """
 
 import linecache
@@ -72,7 +72,8 @@ RULES: tuple[tuple[str, str, str], ...] = (
 )
 """Part of a file's path, the methods' names as a regular expression (empty: all), and the phase."""
 _FRAME = re.compile(r"(?P<function>.+) \((?P<path>.+?)(?::(?P<line>\d+))?\)$")
-_PROCESS = re.compile(r'process (\d+)(?::".*")?$')
+_PROCESS = re.compile(r'process \d+(?::".*")?$')
+_THREAD = re.compile(r"thread \((\d+)\)")
 
 
 class Frame(NamedTuple):
@@ -116,17 +117,16 @@ def _innermost_of_forward(stack: Sequence[Frame]) -> Frame | None:
 
 
 def samples_of(text: str) -> Iterator[tuple[int, list[Frame], int]]:
-    """Process, stack and number of samples of each line of py-spy's raw format."""
+    """Number of the thread, stack and number of samples of each line of py-spy's raw format."""
     for line in text.splitlines():
         stack, _, count = line.rpartition(" ")
-        process, frames = 0, []
+        thread, frames = 0, []
         for part in _parts(stack):
-            if (found := _PROCESS.match(part)) is not None:
-                # A child's stack begins with those that it was started by.
-                process = int(found[1])
-            elif (frame := _FRAME.match(part)) is not None:
+            if (found := _THREAD.match(part)) is not None:
+                thread = int(found[1])
+            elif _PROCESS.match(part) is None and (frame := _FRAME.match(part)) is not None:
                 frames.append(Frame(frame["function"], frame["path"], int(frame["line"] or 0)))
-        yield process, frames, int(count)
+        yield thread, frames, int(count)
 
 
 def _parts(stack: str) -> Iterator[str]:
@@ -140,8 +140,8 @@ def _parts(stack: str) -> Iterator[str]:
 
 
 def samples_by_phase(text: str) -> dict[int, Counter[str]]:
-    """How many samples of each process, by its number, were in which phase."""
+    """How many samples of each thread, by its number, were in which phase."""
     found: dict[int, Counter[str]] = {}
-    for process, stack, count in samples_of(text):
-        found.setdefault(process, Counter())[phase_of(stack)] += count
+    for thread, stack, count in samples_of(text):
+        found.setdefault(thread, Counter())[phase_of(stack)] += count
     return found

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,23 @@ WRITE_S = 60.0
 """Seconds in which the profiler must write what it has seen."""
 BROKER, RUN, ENDED = "broker", "run", "ended processes"
 _ROLE = re.compile(r"-m streamrl(?:\.cli\.app)? (\S+)")
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Processor seconds of a process. ``threads``: of its living threads, by their numbers."""
+
+    name: str
+    seconds: float
+    threads: Mapping[int, float]
+
+    def since(self, before: "Spent") -> "Spent":
+        """What was spent after an earlier look."""
+        threads = {number: seconds - before.threads.get(number, 0.0) for number, seconds in self.threads.items()}
+        return Spent(self.name, self.seconds - before.seconds, threads)
+
+
+NOTHING = Spent("", 0.0, {})
 
 
 @dataclass(frozen=True)
@@ -115,14 +132,14 @@ class _Sampling:
     out: Path
     profiler: "subprocess.Popen[str]"
     began: float
-    before: dict[int, tuple[str, float]]
+    before: dict[int, Spent]
     idle_before: float
 
     @classmethod
     def begin(cls, run: "subprocess.Popen[bytes]", out: Path, rate: int, *, waits: bool) -> "_Sampling":
         """``waits``: the window begins when the profiler looks; else at once, and its first moments are not sampled."""
-        options = ("--nonblocking", "--subprocesses", "--full-filenames", "--format", "raw", "--rate", str(rate))
-        command = [str(PY_SPY), "record", "--pid", str(run.pid), *options, "--output", str(out)]
+        options = ("--nonblocking", "--subprocesses", "--threads", "--full-filenames", "--format", "raw")
+        command = [str(PY_SPY), "record", "--pid", str(run.pid), *options, "--rate", str(rate), "--output", str(out)]
         # In a session of its own, as the run's processes are: Linux shares processors out by session.
         profiler = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -140,24 +157,25 @@ class _Sampling:
         said, _ = self.profiler.communicate(timeout=WRITE_S)
         if not self.out.exists():
             raise RuntimeError(f"expected py-spy to see the run's processes, got: {said.strip()[-500:]}")
-        spent = {pid: (name, seconds - self.before.get(pid, ("", 0.0))[1]) for pid, (name, seconds) in after.items()}
+        spent = [each.since(self.before.get(pid, NOTHING)) for pid, each in after.items()]
         cpu_s = by_phase(spent, samples_by_phase(self.out.read_text()))
         return Window(steps, self.began, ended, cpu_s, idle - self.idle_before)
 
 
-def spent_by_process(root: int) -> dict[int, tuple[str, float]]:
-    """Name and processor seconds so far of a run's command and all that live below it; as 0, of those that ended."""
-    found: dict[int, tuple[str, float]] = {}
+def spent_by_process(root: int) -> dict[int, Spent]:
+    """What a run's command and all that live below it have spent so far; as 0, what those spent that ended."""
+    found: dict[int, Spent] = {}
     ended = 0.0
     with suppress(psutil.Error):
         process = psutil.Process(root)
         for each in (process, *process.children(recursive=True)):
             with suppress(psutil.Error):  # it has ended in the meantime
-                times = each.cpu_times()
+                times, threads = each.cpu_times(), each.threads()
                 name = RUN if each.pid == root else name_of(each.name(), each.cmdline())
-                found[each.pid] = (name, times.user + times.system)
+                by_thread = {thread.id: thread.user_time + thread.system_time for thread in threads}
+                found[each.pid] = Spent(name, times.user + times.system, by_thread)
                 ended += times.children_user + times.children_system
-    return found | {0: (ENDED, ended)}
+    return found | {0: Spent(ENDED, ended, {})}
 
 
 def name_of(program: str, command: Sequence[str]) -> str:
@@ -172,21 +190,27 @@ def name_of(program: str, command: Sequence[str]) -> str:
     return role[1]
 
 
-def by_phase(
-    spent: Mapping[int, tuple[str, float]], samples: Mapping[int, Counter[str]]
-) -> dict[tuple[str, str], float]:
-    """Seconds by process and phase: each process's seconds, by the shares of its samples.
+def by_phase(spent: Iterable[Spent], samples: Mapping[int, Counter[str]]) -> dict[tuple[str, str], float]:
+    """Seconds by process and phase: each thread's seconds, by the shares of its samples.
 
-    A process that was not sampled, such as the broker, has one phase: its name.
+    Threads without Python code, such as those of OpenMP, work for the busiest thread that has samples. A process
+    without samples, such as the broker, has one phase.
     """
     found: dict[tuple[str, str], float] = {}
-    for pid, (name, seconds) in spent.items():
-        seen = samples.get(pid, Counter())
-        shares = seen if seen else Counter({BROKER if name == BROKER else OTHER: 1})
-        for phase, count in shares.items():
-            key = (name, phase)
-            found[key] = found.get(key, 0.0) + seconds * count / shares.total()
+    for process in spent:
+        threads = {number: seconds for number, seconds in process.threads.items() if number in samples}
+        parts = [(samples[number], seconds) for number, seconds in threads.items()]
+        busiest = max(parts, key=lambda part: part[1], default=(Counter({_only_phase(process.name): 1}), 0.0))[0]
+        parts.append((busiest, max(0.0, process.seconds - sum(threads.values()))))
+        for seen, seconds in parts:
+            for phase, count in seen.items():
+                key = (process.name, phase)
+                found[key] = found.get(key, 0.0) + seconds * count / seen.total()
     return found
+
+
+def _only_phase(name: str) -> str:
+    return BROKER if name == BROKER else OTHER
 
 
 def step_means(metrics: Path, first: int, last: int) -> dict[str, float]:

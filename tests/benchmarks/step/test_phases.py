@@ -46,14 +46,13 @@ def test_the_innermost_known_frame_names_the_phase(stack: list[Frame], phase: st
     assert phase_of(stack, lines) == phase
 
 
-def test_samples_count_for_the_process_that_was_running() -> None:
+def test_samples_count_for_the_thread_that_was_running() -> None:
     text = (
-        'process 7:"python -c a;b run";main (/app/x.py:1);encode (/app/streamrl/schemas/codec.py:5) 3\n'
-        'process 7:"python run";process 9:"python -m streamrl worker";take (/app/streamrl/bus/port.py:5) 2\n'
-        'process 7:"python run";process 9:"python -m streamrl worker" 1\n'
-    )
-    found = samples_by_phase(text)
-    assert found == {7: Counter({"codec": 3}), 9: Counter({"broker client": 2, OTHER: 1})}
+        'process 7:"python -c a;b run";thread (7): MainThread;encode (/app/streamrl/schemas/codec.py:5) 3\n'
+        'process 7:"python run";process 9:"python worker";thread (12): engine;take (/app/streamrl/bus/port.py:5) 2\n'
+        'process 7:"python run";process 9:"python worker";thread (12): engine 1\n'
+    )  # fmt: skip
+    assert samples_by_phase(text) == {7: Counter({"codec": 3}), 12: Counter({"broker client": 2, OTHER: 1})}
 
 
 def test_every_rule_is_about_a_file_that_exists() -> None:

@@ -4,22 +4,33 @@ import pytest
 
 from benchmarks.step.__main__ import phases_of, rows_of, table_of, tokens_of
 from benchmarks.step.limits import MatmulTimes, StepTokens, limits_of
-from benchmarks.step.recording import Recorded, Window, by_phase, name_of
+from benchmarks.step.recording import Recorded, Spent, Window, by_phase, name_of
 from streamrl.settings.loading import load_settings
 
 TOKENS = StepTokens(prefilled=100.0, decoded=200.0, computed=300.0, scored=200.0, sequences=4, context=16)
 
 
-def test_a_process_spends_by_the_shares_of_its_samples() -> None:
-    spent = {1: ("worker", 3.0), 2: ("broker", 5.0), 3: ("worker", 1.0), 4: ("relay", 0.5)}
-    samples = {1: Counter({"sampling": 1, "codec": 2}), 3: Counter({"codec": 4})}
-    expected = {
-        ("worker", "sampling"): 1.0,
-        ("worker", "codec"): 3.0,
-        ("broker", "broker"): 5.0,
-        ("relay", "other"): 0.5,
-    }
-    assert by_phase(spent, samples) == pytest.approx(expected)
+def test_a_thread_spends_by_the_shares_of_its_samples() -> None:
+    spent = [
+        Spent("worker", 6.0, {11: 3.0, 12: 1.0, 13: 2.0}),  # 13 has no Python code: it works for 11, the busiest
+        Spent("broker", 5.0, {21: 5.0}),
+        Spent("relay", 0.5, {}),
+    ]
+    samples = {11: Counter({"sampling": 1, "decode matmuls": 4}), 12: Counter({"codec": 7})}
+    assert by_phase(spent, samples) == pytest.approx(
+        {
+            ("worker", "sampling"): 1.0,
+            ("worker", "decode matmuls"): 4.0,
+            ("worker", "codec"): 1.0,
+            ("broker", "broker"): 5.0,
+            ("relay", "other"): 0.5,
+        }
+    )
+
+
+def test_what_was_spent_before_does_not_count() -> None:
+    before = Spent("worker", 4.0, {1: 3.0})
+    assert Spent("worker", 6.0, {1: 4.0, 2: 1.0}).since(before) == Spent("worker", 2.0, {1: 1.0, 2: 1.0})
 
 
 def test_a_process_is_named_by_its_role() -> None:
