@@ -1,6 +1,6 @@
 """Maps sampled stacks of Python frames to phases of the work. Pure.
 
-A sample is the stack of a thread that was running, as `py-spy record --threads --format raw --full-filenames` writes it:
+A sample is the stack of a thread that was running, as py-spy writes it with `--threads --format raw --full-filenames`:
 the processes and the thread, then frames from the outermost to the innermost, then how often it was seen. The innermost
 frame that a rule knows names the phase. So a library's time counts for the code that called it. What an event loop does
 itself counts for it only if no other frame is known.
