@@ -60,6 +60,8 @@ RULES: tuple[tuple[str, str, str], ...] = (
     ("consumers/training/model.py", "take|with_floats_as|named_tensors", "export"),
     ("consumers/training/model.py", "", "loading models"),
     ("consumers/training/checkpoints/", "", "checkpoints"),
+    ("consumers/training/attention.py", "", CALLER),
+    ("consumers/training/prefix_attention.py", "", CALLER),
     ("streamrl/observability/", "", "observing"),
     ("producers/dispatch/", "", "dispatching"),
     ("producers/lengths/", "", "dispatching"),

@@ -18,6 +18,7 @@ SCORER = Frame("CompletionScorer.__call__", "/app/streamrl/consumers/algorithms/
 IMPORT = Frame("_find_and_load", "<frozen importlib._bootstrap>", 1)
 LOOP = Frame("Runner.run", "/lib/asyncio/runners.py", 118)
 SEND = Frame("AIOKafkaClient.send", "/lib/site-packages/aiokafka/client.py", 474)
+ATTENTION = Frame("attend", "/app/streamrl/consumers/training/prefix_attention.py", 1)
 MODEL = Frame("LlamaModel.forward", "/lib/site-packages/transformers/models/llama/modeling_llama.py", 1)
 
 
@@ -34,6 +35,7 @@ def lines(path: str, line: int) -> str:
         ([*STEP, Frame("RowSampler.sample", f"{ENGINES}/slots.py", 4)], "sampling"),
         ([*STEP, Frame("prefill", f"{ENGINES}/plain_forward.py", 3), PRODUCT], "prefill"),
         ([*TRAINING, SCORER, MODEL], "forward"),
+        ([*TRAINING, SCORER, MODEL, ATTENTION], "forward"),
         ([*TRAINING, Frame("_engine_run_backward", "/lib/site-packages/torch/autograd/graph.py", 1)], "backward"),
         ([LOOP], "event loop"),
         ([LOOP, SEND, Frame("StreamWriter.write", "/lib/asyncio/streams.py", 1)], "broker client"),
