@@ -1,6 +1,7 @@
 """Writes the facts, the summary and the report of a run that has ended."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import structlog
@@ -28,7 +29,8 @@ log = structlog.get_logger()
 class TrainingOutcome:
     """The result of training, once all processes have ended.
 
-    ``crashes``: one message for each process that crashed while it was stopped.
+    ``crashes``: one message for each process that crashed while it was stopped. ``evaluating``: the evaluation of the
+    trained model, which may still run; None: the last step was not reached.
     """
 
     state: RunState
@@ -38,6 +40,7 @@ class TrainingOutcome:
     finished: bool
     audit: AuditReport | None = None
     crashes: Sequence[str] = ()
+    evaluating: "Future[Evaluation | None] | None" = None
 
 
 async def gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> TopicDigest | None:

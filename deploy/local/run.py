@@ -10,7 +10,8 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,11 +27,12 @@ from streamrl.consumers.training.checkpoints.catalogue import CheckpointsState, 
 from streamrl.consumers.training.checkpoints.storage import REMOTE
 from streamrl.consumers.training.identity import IdentityKeeper, here
 from streamrl.consumers.training.identity_store import IdentityFile
-from streamrl.deploy.local.evaluation import Evaluation, evaluate
+from streamrl.deploy.local.evaluation import Evaluation, evaluate, known_evaluation
 from streamrl.deploy.local.fleet import Fleet, RemoteTrainerWatch
+from streamrl.deploy.local.forking import Forks, ForkServer
 from streamrl.deploy.local.inputs import inputs_of, task_of
 from streamrl.deploy.local.logs import LogRotation
-from streamrl.deploy.local.long_steps import told_if_long
+from streamrl.deploy.local.long_steps import print_at_once, told_if_long
 from streamrl.deploy.local.resuming import (
     changes_since,
     check_checkpoints,
@@ -42,6 +44,7 @@ from streamrl.deploy.local.resuming import (
     storage_of,
 )
 from streamrl.deploy.local.specs import ChildSpecs
+from streamrl.deploy.local.starting import broker_beside
 from streamrl.deploy.local.supervisor import CRASHED_AT_STOP, ChildSpec, Supervisor, stop_on_signals
 from streamrl.deploy.local.task_check import (
     check_task,
@@ -61,6 +64,7 @@ from streamrl.observability.metrics.tracking import check_installed
 from streamrl.observability.record_index.entries import Fold
 from streamrl.observability.record_index.following import IndexFollower
 from streamrl.observability.run_state.feed import WHOLE_RUN, RunFeed
+from streamrl.observability.run_state.state import RunState
 from streamrl.producers.prompts.tables import check_path
 from streamrl.schemas import stopping
 from streamrl.schemas.control import RunIdentity
@@ -68,13 +72,15 @@ from streamrl.schemas.errors import ModelError, UserError
 from streamrl.schemas.starts import RunInput, RunStart, append_start
 from streamrl.settings.features import features, standbys
 from streamrl.settings.loading import as_toml, secret_variables
-from streamrl.settings.placement import Placement, for_machine, place
+from streamrl.settings.placement import Machine, Placement, for_machine, place
 from streamrl.settings.run_directory import RunDirectory, named
 from streamrl.settings.tree import Settings
 
 if TYPE_CHECKING:
     from streamrl.deploy.local.concluding import TrainingOutcome
 
+EvaluateAfter = Callable[[], "Future[Evaluation | None]"]
+"""Starts to evaluate the trained model in another thread."""
 CLIENT_ID = "streamrl-run"
 REFRESH_S = 0.5
 """Seconds between two reads of the topics for the display."""
@@ -92,6 +98,7 @@ def run_locally(
     stop: threading.Event | None = None,
     adopt: bool = False,
     prepare_only: bool = False,
+    forks: Forks | None = None,
 ) -> int:
     """Train, and return the exit code.
 
@@ -101,6 +108,7 @@ def run_locally(
     ``top``: show the live view. ``stop`` ends the run from another thread; without it SIGINT and SIGTERM do, which
     Python delivers only to the main thread. ``adopt`` takes over a run whose topics do not belong to this directory.
     ``prepare_only``: check the task, reserve the name, create topics and directory; others start the processes.
+    ``forks``: servers that the caller has started already; None: they start now.
 
     Raises:
         UserError: something the user can correct, before or during the run.
@@ -119,32 +127,48 @@ def run_locally(
         print(complete_line(settings, resumed))
         return 0
     require_writable(directory.path)
-    for warning in _check_task(settings, resumed):
-        print(f"warning: {warning}")
-    workers = f"{settings.run.workers} workers" if settings.run.workers else "workers started elsewhere"
-    print(f"run {settings.run.name}: engine {settings.generation.engine}, {workers}, in {directory.path}/")
-    if machine.devices:
-        print("\n".join(f"  {line}" for line in placement.lines()))
-    with broker_for(settings.kafka.bootstrap_servers, print, directory.kafka) as address:
-        with told_if_long("comparing prompts, reward code and model with the last start's"):
-            inputs = inputs_of(settings)
-        with told_if_long("creating the topics and claiming the run's name"):
-            identity = asyncio.run(_claim(settings, address, task_of(settings, inputs), adopt=adopt))
-        # Files are written only after this start holds the run, because processes of a running run read them.
-        directory.create()
-        _record_start(settings, directory, inputs, resumed, task_changed=identity.is_changed)
-        if prepare_only:
-            print(f"run {settings.run.name} is ready for its processes: {address}, {directory.path}/")
-            return 0
-        before = _evaluate_model(settings, settings.model.path, "before")
-        trained = asyncio.run(_train(settings, directory, address, placement, top=top, stopped=stop))
+    _check_start(settings)
+    print_at_once("\n".join(_head(settings, machine, placement)))
+    # Left in reverse order: without its process the evaluation ends.
+    with ThreadPoolExecutor(1, thread_name_prefix="evaluation") as beside, forks or Forks() as started:
+        started.load_models(settings, machine)
+        broker = broker_for(settings.kafka.bootstrap_servers, print_at_once, directory.kafka)
+        check = partial(_check_task, settings, resumed, started.models)  # with its imports it takes seconds
+        with broker_beside(broker, directory.kafka, check) as (address, warnings):
+            for warning in warnings:
+                print(f"warning: {warning}")
+            _take_over(settings, directory, address, resumed, adopt=adopt)
+            if prepare_only:
+                print(f"run {settings.run.name} is ready for its processes: {address}, {directory.path}/")
+                return 0
+            before = _evaluate_model(settings, settings.model.path, "before", started.models)
+            evaluate_after = partial(beside.submit, _evaluate_trained, settings, started.models)
+            training = _train(settings, directory, address, placement, started, evaluate_after, top=top, stopped=stop)
+            trained = asyncio.run(training)
+        after = trained.evaluating.result() if trained.evaluating is not None else None
     from streamrl.deploy.local.concluding import conclude  # not needed before the end of a run
 
-    # A broker that was started here is down by now; an evaluation needs none.
-    after = _evaluate_model(settings, final_model(settings), "after") if trained.finished else None
     conclude(settings, directory, trained, resumed, before, after)
     print(_next_command(directory, finished=trained.finished))
     return _exit_code(trained)
+
+
+def _head(settings: Settings, machine: Machine, placement: Placement) -> list[str]:
+    """The first lines about a run: its name, engine, workers and directory, and the devices of its processes."""
+    workers = f"{settings.run.workers} workers" if settings.run.workers else "workers started elsewhere"
+    line = f"run {settings.run.name}: engine {settings.generation.engine}, {workers}, in {settings.run.path}/"
+    return [line, *(f"  {each}" for each in placement.lines() if machine.devices)]
+
+
+def _take_over(settings: Settings, directory: RunDirectory, address: str, resumed: int, *, adopt: bool) -> None:
+    """Claim the run's name and create its topics; then write its directory."""
+    with told_if_long("comparing prompts, reward code and model with the last start's"):
+        inputs = inputs_of(settings)
+    with told_if_long("creating the topics and claiming the run's name"):
+        identity = asyncio.run(_claim(settings, address, task_of(settings, inputs), adopt=adopt))
+    # Files are written only after this start holds the run, because processes of a running run read them.
+    directory.create()
+    _record_start(settings, directory, inputs, resumed, task_changed=identity.is_changed)
 
 
 def _record_start(
@@ -217,15 +241,15 @@ async def _claim(settings: Settings, address: str, task: Mapping[str, str], *, a
     return await keeper.hold(held)
 
 
-def _check_task(settings: Settings, resumed: int) -> list[str]:
-    """Refuse a run that is bound to fail, before the broker and the processes start; returns warnings.
+def _check_start(settings: Settings) -> None:
+    """Refuse a run that is bound to fail, before anything is started.
 
     Raises:
         SettingsError: an optional package that the settings need is not installed.
         ModelError: the model's path is neither a directory nor a hub's name.
         DataError: the file of prompts does not exist.
-        UserError: a port of relay or gateway is taken, the model or the prompts are not readable, no prompt could be
-            sampled, a reward function cannot be used, or the disk is too small.
+        UserError: a port of relay or gateway is taken, the model or the prompts are not readable, or the disk is too
+            small.
     """
     require_extras(settings)
     check_installed(settings.tracking)
@@ -244,23 +268,31 @@ def _check_task(settings: Settings, resumed: int) -> list[str]:
         feature.start.check(settings)
     if settings.generation.engine == "emulated":
         require_room(settings, 0)
-        return []
+        return
     path = settings.model.path
     if not Path(path).is_dir() and not _HUB_NAME.fullmatch(path):
         raise ModelError(
             f"expected a model's directory at {path} (model.path), got none; set it to one, or to a hub's name"
         )
     require_readable(Path(path), "model.path")
-    return check_task(settings, resumed=bool(resumed))
 
 
-def _evaluate_model(settings: Settings, model: object, when: str) -> Evaluation | None:
-    if settings.evaluation.function is None or model is None:
+def _check_task(settings: Settings, resumed: int, models: ForkServer) -> list[str]:
+    return [] if settings.generation.engine == "emulated" else check_task(settings, models, resumed=bool(resumed))
+
+
+def _evaluate_model(settings: Settings, model: object, when: str, models: ForkServer) -> Evaluation | None:
+    if (function := settings.evaluation.function) is None or model is None:
         return None
-    with told_if_long(f"evaluating the model {when} training"):
-        result = evaluate(settings.evaluation.function, str(model), settings.run.seed)
+    if (result := known_evaluation(function, Path(str(model)), settings.run.seed)) is None:
+        with told_if_long(f"evaluating the model {when} training"):
+            result = evaluate(function, str(model), settings.run.seed, models)
     print(f"{when} training: " + ", ".join(f"{name} {value:.3f}" for name, value in result.metrics.items()))
     return result
+
+
+def _evaluate_trained(settings: Settings, models: ForkServer) -> Evaluation | None:
+    return _evaluate_model(settings, final_model(settings), "after", models)
 
 
 def _specs(making: ChildSpecs, settings: Settings) -> list[ChildSpec]:
@@ -278,16 +310,26 @@ async def _train(
     directory: RunDirectory,
     address: str,
     placement: Placement,
+    forks: Forks,
+    evaluate_after: EvaluateAfter,
     *,
     top: bool,
     stopped: threading.Event | None,
 ) -> "TrainingOutcome":
     with stop_on_signals() if stopped is None else nullcontext(_stop_with(stopped)) as stop:
-        return await _train_until(stop, settings, directory, address, placement, top=top)
+        return await _train_until(stop, settings, directory, address, placement, forks, evaluate_after, top=top)
 
 
 async def _train_until(
-    stop: asyncio.Event, settings: Settings, directory: RunDirectory, address: str, placement: Placement, *, top: bool
+    stop: asyncio.Event,
+    settings: Settings,
+    directory: RunDirectory,
+    address: str,
+    placement: Placement,
+    forks: Forks,
+    evaluate_after: EvaluateAfter,
+    *,
+    top: bool,
 ) -> "TrainingOutcome":
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
     port = settings.relay.port or free_port(settings.relay.host)
@@ -296,7 +338,7 @@ async def _train_until(
     overrides += [option for feature in features() for option in feature.start.options(settings)]
     # Other users can read a file and a command line, so secrets are passed only through the environment.
     secrets = secret_variables(settings)
-    making = ChildSpecs(directory, overrides, secrets, placement)
+    making = ChildSpecs(directory, overrides, secrets, placement, forks.base, forks.of_roles(settings))
     specs = _specs(making, settings)
     if settings.run.audit:
         specs.append(making.audit(address))
@@ -318,11 +360,7 @@ async def _train_until(
     if top:
         progress = partial(watch, directory, address, secrets, progress)
     rotation = LogRotation(directory.logs)
-    others: list[LogRotation | Fleet | RemoteTrainerWatch] = [rotation, *([fleet] if fleet else [])]
-    if not (settings.run.trainer or standbys(settings)):
-        from streamrl.coordinator.coordinator import FINISH_TIMEOUT_S
-
-        others.append(RemoteTrainerWatch(state, settings.training.max_steps, supervisor, FINISH_TIMEOUT_S))
+    others = (rotation, fleet, _remote_trainer_watch(state, settings, supervisor))
     index = _index_follower(bus, settings, directory)
     try:
         await _supervise(supervisor, feed, index, others, progress, stop)
@@ -332,12 +370,23 @@ async def _train_until(
             index.index.close()
     # Measured before the topics are read for the report, which does not belong to the run.
     seconds = time.monotonic() - started_at
+    ended = supervisor.finished.is_set()
+    # Beside the report and the end of the broker, neither of which it needs.
+    evaluating = evaluate_after() if ended else None
     from streamrl.deploy.local.concluding import TrainingOutcome, audited, gathered_topics
 
     topics = await gathered_topics(bus, settings, directory)
     audit = await audited(bus, settings, directory) if settings.run.audit else None
-    ended = supervisor.finished.is_set()
-    return TrainingOutcome(state, topics, seconds, supervisor.restarts, ended, audit, supervisor.crashes)
+    return TrainingOutcome(state, topics, seconds, supervisor.restarts, ended, audit, supervisor.crashes, evaluating)
+
+
+def _remote_trainer_watch(state: RunState, settings: Settings, supervisor: Supervisor) -> RemoteTrainerWatch | None:
+    """Notices the end of a run whose trainer is elsewhere; None if it is here."""
+    if settings.run.trainer or standbys(settings):
+        return None
+    from streamrl.coordinator.coordinator import FINISH_TIMEOUT_S
+
+    return RemoteTrainerWatch(state, settings.training.max_steps, supervisor, FINISH_TIMEOUT_S)
 
 
 def _index_follower(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> IndexFollower | None:
@@ -356,7 +405,7 @@ async def _supervise(
     supervisor: Supervisor,
     feed: RunFeed,
     index: IndexFollower | None,
-    others: Sequence[LogRotation | Fleet | RemoteTrainerWatch],
+    others: Sequence[LogRotation | Fleet | RemoteTrainerWatch | None],
     progress: Progress,
     stop: asyncio.Event,
 ) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from streamrl.deploy.local.forking import ForkServer
 from streamrl.deploy.local.supervisor import ChildSpec
 from streamrl.schemas.import_path import module_command
 from streamrl.settings.features import ChildProcess, standby_arguments
@@ -18,13 +19,16 @@ class ChildSpecs:
     """Makes the specs of one run's processes.
 
     ``overrides``: options for all of their command lines. ``secrets``: environment variables with the secrets, which
-    the resolved file masks. ``placement``: their devices and threads.
+    the resolved file masks. ``placement``: their devices and threads. ``base`` forks the processes, except those of the
+    roles in ``of_roles``; None: each gets a new interpreter.
     """
 
     directory: RunDirectory
     overrides: Sequence[str]
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     placement: Placement = UNPLACED
+    base: ForkServer | None = None
+    of_roles: Mapping[str, ForkServer] = field(default_factory=dict)
 
     def all(
         self,
@@ -87,4 +91,5 @@ class ChildSpecs:
         """A process of a role; without ``place`` it gets the devices and threads of the other processes."""
         command = module_command("streamrl", role, str(self.directory.config), *arguments)
         environment = (place or self.placement.others).environment | dict(self.secrets)
-        return ChildSpec(name, [*command, *self.overrides], self.directory.logs / f"{name}.log", environment)
+        log_path, forked_by = self.directory.logs / f"{name}.log", self.of_roles.get(role, self.base)
+        return ChildSpec(name, [*command, *self.overrides], log_path, environment, forked_by=forked_by)

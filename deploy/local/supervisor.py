@@ -29,6 +29,7 @@ import structlog
 
 from streamrl.bus.embedded.process import die_with_parent
 from streamrl.bus.waiting import end_tasks
+from streamrl.deploy.local.forking import ForkedProcess, ForkServer
 from streamrl.deploy.wiring.process import TAKE_OVER
 from streamrl.schemas import stopping
 from streamrl.schemas.errors import (
@@ -77,7 +78,8 @@ class ChildSpec:
     run continues if it cannot be kept alive. ``awaited``: a run that is over still waits until this process exits
     successfully, which it does unasked. ``standby``: the command with which it restarts while another process of its
     kind does the work. ``is_single``: if it is superseded together with a trainer, another supervisor has taken over
-    the whole run. ``only_first``: further options of its first start.
+    the whole run. ``only_first``: further options of its first start. ``forked_by``: the server that forks it; None: it
+    gets a new interpreter.
     """
 
     name: str
@@ -90,6 +92,7 @@ class ChildSpec:
     standby: Sequence[str] = ()
     is_single: bool = False
     only_first: Sequence[str] = ()
+    forked_by: ForkServer | None = None
 
 
 @dataclass
@@ -97,7 +100,7 @@ class Child:
     """A running process. The kernel ends it when its parent ends for any reason (PR_SET_PDEATHSIG)."""
 
     spec: ChildSpec
-    process: asyncio.subprocess.Process
+    process: asyncio.subprocess.Process | ForkedProcess
     started_at: float
     is_asked: bool = field(default=False, init=False)
     was_killed: bool = field(default=False, init=False)
@@ -108,13 +111,16 @@ class Child:
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         # The log is appended to, because earlier output says why the last process ended. The child keeps its own
         # descriptor.
+        environment = without_settings(os.environ) | spec.environment
         with spec.log_path.open("ab") as output:
+            if spec.forked_by is not None:
+                return cls(spec, await spec.forked_by.start(spec.command, environment, output), time.monotonic())
             process = await asyncio.create_subprocess_exec(
                 *spec.command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=without_settings(os.environ) | spec.environment,
+                env=environment,
                 start_new_session=True,
                 preexec_fn=die_with_parent,  # a killed supervisor cannot end its children itself
             )

@@ -1,12 +1,12 @@
 """Checks before a run starts whether its task can be trained: prompts, tokenizer, rewards, engine and disk.
 
-The check runs in a separate process that ends before the run starts. A tokenizer loads half a gigabyte of libraries,
-which would otherwise stay in the supervisor's memory for the whole run. ``streamrl run --dry-run`` checks more, with
-the same criteria: a run does not start with anything that the dry run reports as a failure.
+The check runs in a separate process that ends before the run starts: neither the user's code nor libraries for models
+belong into the supervisor. ``streamrl run --dry-run`` checks more, with the same criteria: a run does not start with
+anything that the dry run reports as a failure.
 
-Invariant a_pointless_run_is_refused: a run that cannot succeed starts no broker and writes nothing. These are its
-signs: (nearly) no prompt can be sampled, the model has no tokenizer or incomplete weights, a reward fails too often,
-the engine is missing, or the disk is too small.
+Invariant a_pointless_run_is_refused: a run that cannot succeed leaves no broker and no file. These are its signs:
+(nearly) no prompt can be sampled, the model has no tokenizer or incomplete weights, a reward fails too often, the
+engine is missing, or the disk is too small.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ import os
 import re
 import shutil
 import stat
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from streamrl.bus.embedded.process import die_with_parent
 from streamrl.consumers.algorithms.shelf import algorithm_of
 from streamrl.consumers.ingest.limits import LIMITS
 from streamrl.consumers.ingest.sampling import open_window
+from streamrl.deploy.local.forking import ForkServer
 from streamrl.deploy.local.long_steps import told_if_long
 from streamrl.producers.generation.prompt_survey import PromptSurvey, survey
 from streamrl.producers.prompts.settings import PLACEHOLDER
@@ -310,8 +310,8 @@ def never_ends(settings: Settings) -> str:
     )
 
 
-def check_task(settings: Settings, *, resumed: bool = False) -> list[str]:
-    """Check the task in a separate process; returns warnings.
+def check_task(settings: Settings, models: ForkServer, *, resumed: bool = False) -> list[str]:
+    """Check the task in a process that ``models`` forks; returns warnings.
 
     A ``resumed`` run has already trained on this task, and workers refuse prompts that have changed since. So only
     engine, model and disk are checked.
@@ -319,25 +319,20 @@ def check_task(settings: Settings, *, resumed: bool = False) -> list[str]:
     Raises:
         UserError: the run cannot succeed; the message says why.
     """
-    # The process gets no [kafka] section, because it does not need the secrets in it.
-    given = settings.model_dump_json(exclude={"kafka"})
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     try:
-        with tempfile.TemporaryDirectory(prefix="streamrl-check-") as scratch:
-            stage = Path(scratch) / "stage"
+        with ExitStack() as stack:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-check-")))
+            answered = stack.enter_context(tempfile.TemporaryFile("w+b"))
+            stage, given = scratch / "stage", scratch / "settings"
+            # The process gets no [kafka] section, because it does not need the secrets in it.
+            given.write_text(settings.model_dump_json(exclude={"kafka"}))
             command = module_command("streamrl.deploy.local.task_check", str(stage), *(["resumed"] if resumed else []))
-            with told_if_long("checking the task", lambda: _stage_in(stage)):
-                done = subprocess.run(
-                    command,
-                    input=given,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    text=True,
-                    timeout=CHECK_TIMEOUT_S,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-                    preexec_fn=die_with_parent,
-                )
-        answer = json.loads(done.stdout)
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+            with told_if_long("checking the task", lambda: _stage_in(stage)), given.open("rb") as asked:
+                models.run(command, environment, (asked, answered, None), CHECK_TIMEOUT_S)
+            answered.seek(0)
+            answer = json.load(answered)
+    except (OSError, ValueError) as error:
         log.warning("the task could not be checked before the start", error=str(error)[:300])
         return []
     if (refusal := answer["refusal"]) is not None:

@@ -4,15 +4,13 @@ The settings are split into a configuration file and ``--section.key value`` ove
 this process's command line, which every user of the machine can read.
 """
 
-import contextlib
-import ctypes
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from streamrl.schemas.command_line import change_shown_command_line
 from streamrl.schemas.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -111,16 +109,9 @@ def _is_secret(option: str) -> bool:
 
 
 def _mask_on_the_command_line(secrets: Iterable[str]) -> None:
-    """Overwrite the secrets in the memory that Linux shows as /proc/PID/cmdline, and so in ps."""
-    if not (texts := [secret.encode() for secret in secrets if secret]) or sys.platform != "linux":
-        return
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        # arg_start and arg_end are fields 48 and 49 of proc(5). Field 2, a name in brackets, may contain spaces.
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        start, end = int(fields[45]), int(fields[46])
-        line = ctypes.string_at(start, end - start)
-        masked = b"\0".join(_masked(argument, texts) for argument in line.split(b"\0"))
-        ctypes.memmove(start, masked, len(line))
+    """Overwrite the secrets in the command line that other users can see."""
+    if texts := [secret.encode() for secret in secrets if secret]:
+        change_shown_command_line(lambda line: b"\0".join(_masked(argument, texts) for argument in line.split(b"\0")))
 
 
 def _masked(argument: bytes, secrets: Iterable[bytes]) -> bytes:

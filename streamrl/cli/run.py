@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -11,6 +11,9 @@ from typer.core import TyperCommand
 from streamrl.cli.arguments import OVERRIDES, USAGE, JoinedRun, role_settings, split
 from streamrl.settings.features import FeatureRole, features
 from streamrl.settings.first import FIRST, overview
+
+if TYPE_CHECKING:
+    from streamrl.settings.tree import Settings
 
 
 def register(app: typer.Typer) -> None:
@@ -286,13 +289,31 @@ def run(
     config, overrides = split(context.args)
     if dry_run:
         raise typer.Exit(_dry_run(config, overrides))
-    from streamrl.deploy.local.long_steps import told_if_long
+    raise typer.Exit(
+        _run_locally(lambda: _load_settings(config, overrides), top=top, adopt=adopt, prepare_only=prepare)
+    )
 
-    with told_if_long("loading libraries"):
-        from streamrl.deploy.local.run import run_locally
-        from streamrl.settings.loading import load_settings
-    code = run_locally(load_settings(config, overrides), top=top, adopt=adopt, prepare_only=prepare)
-    raise typer.Exit(code)
+
+def _load_settings(config: Path | None, overrides: list[str]) -> "Settings":
+    from streamrl.settings.loading import load_settings
+
+    return load_settings(config, overrides)
+
+
+def _run_locally(load: "Callable[[], Settings]", **how: bool) -> int:
+    """Train with the settings that ``load`` returns. Libraries are imported meanwhile, in the processes for forks."""
+    from streamrl.deploy.local.forking import Forks
+    from streamrl.deploy.local.long_steps import print_at_once, told_if_long
+
+    print_at_once("loading settings and libraries")
+    with Forks() as forks:
+        settings = load()
+        from streamrl.inspection.environment import read_machine
+
+        forks.load_models(settings, read_machine())
+        with told_if_long("loading libraries"):
+            from streamrl.deploy.local.run import run_locally
+        return run_locally(settings, forks=forks, **how)
 
 
 def _dry_run(config: Path | None, overrides: list[str]) -> int:
@@ -322,8 +343,10 @@ def demo(
             f"expected no file for the demo, which has its own settings, got {config}; to train with that file: "
             f"`streamrl run {config}`"
         )
-    from streamrl.demo.recipe import demo_settings
-    from streamrl.deploy.local.run import run_locally
+    raise typer.Exit(_run_locally(lambda: _demo_settings(engine, seed, overrides), top=top))
 
-    code = run_locally(demo_settings(engine, seed, overrides, progress=print), top=top)
-    raise typer.Exit(code)
+
+def _demo_settings(engine: str, seed: int, overrides: list[str]) -> "Settings":
+    from streamrl.demo.recipe import demo_settings
+
+    return demo_settings(engine, seed, overrides, progress=print)

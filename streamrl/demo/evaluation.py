@@ -15,6 +15,8 @@ from streamrl.demo.task import (
 )
 from streamrl.producers.rewards.builtin import exact_match
 
+EVALUATION = "streamrl.demo.evaluation:evaluate"
+"""The demo's ``evaluation.function``."""
 NUM_HELD_OUT = 512
 """Held-out questions. The standard error of a share is at most sqrt(0.25 / 512) = 0.022."""
 NUM_SAMPLED = 256

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from streamrl.bus.embedded.runtime import cache_root
+from streamrl.demo.evaluation import EVALUATION
 from streamrl.demo.task import ANSWER_PATTERN, BUCKET_BOUNDARIES, MAX_COMPLETION_TOKENS, MAX_PROMPT_TOKENS
 from streamrl.demo.warm_start import PROMPTS, ensure_warm_started_model, model_directory
 from streamrl.settings.loading import load_settings
@@ -62,5 +63,5 @@ def defaults(engine: str, seed: int) -> dict[str, Any]:
             "dtype": "float32",
             "gradient_checkpointing": False,
         },
-        "evaluation": {"function": "streamrl.demo.evaluation:evaluate"},
+        "evaluation": {"function": EVALUATION},
     }

@@ -28,7 +28,7 @@ from pydantic import TypeAdapter
 
 from streamrl.bus.embedded.process import die_with_parent
 from streamrl.bus.embedded.runtime import locked
-from streamrl.demo.evaluation import judged
+from streamrl.demo.evaluation import EVALUATION, judged
 from streamrl.demo.task import (
     EOS,
     HELD_OUT_ONE_IN,
@@ -40,6 +40,7 @@ from streamrl.demo.task import (
     training_prompts,
     training_questions,
 )
+from streamrl.deploy.local.evaluation import write_known
 from streamrl.schemas.errors import ModelError
 from streamrl.schemas.import_path import module_command
 
@@ -207,12 +208,14 @@ def main(directory: str, seed: str, recipe: str) -> None:
 def write_model(directory: Path, seed: int, recipe: WarmStartRecipe, progress: Progress) -> None:
     """Warm-start a model, evaluate it on held-out questions, and write it with prompts and a model card."""
     done = warm_start(recipe, seed, progress)
-    metrics = judged(done.model.eval(), build_tokenizer(), seed)["metrics"]
+    evaluated = judged(done.model.eval(), build_tokenizer(), seed)
+    metrics = evaluated["metrics"]
     progress(f"warm start: done, {metrics['sampled_accuracy']:.3f} of sampled answers are correct (held-out questions)")
     save(done.model, directory)
     rows = training_prompts(seed, NUM_PROMPTS)
     (directory / PROMPTS).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory / "MODEL_CARD.md").write_text(_card(done, seed, recipe, metrics))
+    write_known(directory, EVALUATION, seed, evaluated)
 
 
 def _card(done: WarmStarted, seed: int, recipe: WarmStartRecipe, metrics: Mapping[str, float]) -> str:

@@ -7,6 +7,7 @@ import msgpack
 import pytest
 
 from streamrl.deploy.local.evaluation import evaluate
+from streamrl.deploy.local.forking import ForkServer
 from streamrl.schemas.errors import RewardLoadError, SettingsError
 from streamrl.schemas.import_path import load_function
 
@@ -96,7 +97,8 @@ def test_a_module_named_like_a_package_of_ours_is_loaded_by_the_reward_process(n
 def test_a_module_named_like_a_package_of_ours_is_loaded_by_the_evaluation_process(
     named_like_ours: str, tmp_path: Path
 ) -> None:
-    assert evaluate(f"{named_like_ours}:mine", tmp_path, 0).samples == []
+    with ForkServer(()) as models:
+        assert evaluate(f"{named_like_ours}:mine", tmp_path, 0, models).samples == []
 
 
 def test_functions_of_our_own_can_be_named_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

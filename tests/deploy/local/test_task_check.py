@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from streamrl.deploy.local import task_check
+from streamrl.deploy.local.forking import ForkServer
 from streamrl.deploy.local.task_check import (
     FLOOR_BYTES,
     SampledPrompts,
@@ -50,6 +51,13 @@ def seldom(completions, **columns):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def models() -> Iterator[ForkServer]:
+    """Forks processes that have imported nothing yet."""
+    with ForkServer(()) as server:
+        yield server
 
 
 @pytest.fixture
@@ -136,14 +144,14 @@ def test_a_reward_that_scores_nothing_is_refused_and_one_that_sometimes_fails_is
 
 @pytest.mark.processes
 def test_the_check_runs_in_a_process_of_its_own_and_its_refusal_is_one_line(
-    task: Any, tmp_path: Path, model: Path
+    task: Any, tmp_path: Path, model: Path, models: ForkServer
 ) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
     for file in ("config.json", "generation_config.json", "model.safetensors"):
         (bare / file).write_bytes((model / file).read_bytes())
     with pytest.raises(UserError, match=r"expected a tokenizer at .*bare, got a model without one") as refusal:
-        check_task(task(["a"], path=bare))
+        check_task(task(["a"], path=bare), models)
     assert "\n" not in str(refusal.value)
 
 
@@ -166,7 +174,9 @@ def test_the_check_says_what_it_does(task: Any) -> None:
 
 
 @pytest.mark.processes
-def test_what_the_check_does_is_known_outside_its_process(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_check_does_is_known_outside_its_process(
+    task: Any, models: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known: list[str] = []
 
     @contextmanager
@@ -176,7 +186,7 @@ def test_what_the_check_does_is_known_outside_its_process(task: Any, monkeypatch
         known.append(f"{what}: {stage()}")
 
     monkeypatch.setattr(task_check, "told_if_long", told)
-    check_task(task(["a", "b"]))
+    check_task(task(["a", "b"]), models)
     assert known == [
         "checking the task: loading libraries",
         "checking the task: calling the reward functions for 2 rows",
