@@ -103,19 +103,26 @@ class ForkServer:
         command = [*module_command(MODULE, *self._modules), _SHOWN]
         # Packets: each request is one message.
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            if self._parent is not None:
-                self._report = self._parent.request(command, os.environ | ONE_THREAD, (theirs, None, None))
-                return
-            self._process = subprocess.Popen(
-                command,
-                stdin=theirs,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=os.environ | ONE_THREAD,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
+        try:
+            with theirs:
+                self._launch(command, theirs)
+        except BaseException:
+            self.close()
+            raise
+
+    def _launch(self, command: Sequence[str], theirs: socket.socket) -> None:
+        if self._parent is not None:
+            self._report = self._parent.request(command, os.environ | ONE_THREAD, (theirs, None, None))
+            return
+        self._process = subprocess.Popen(
+            command,
+            stdin=theirs,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | ONE_THREAD,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
 
     def close(self) -> None:
         """End the server, and all processes that it has forked. Idempotent.

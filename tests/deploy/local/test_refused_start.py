@@ -68,6 +68,7 @@ def a_node_runs(kafka: Path) -> Iterator[None]:
         yield
 
 
+@pytest.mark.processes
 def test_a_second_start_of_a_running_run_changes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "CLAIM_TIMEOUT_S", 0.1)
     monkeypatch.setattr("streamrl.deploy.wiring.broker._left_running", lambda progress: None)
