@@ -116,7 +116,7 @@ class ForkServer:
             return
         self._process = subprocess.Popen(
             command,
-            stdin=theirs,
+            stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env=os.environ | ONE_THREAD,
@@ -362,9 +362,9 @@ def _become_new(given: int, streams: Sequence[int], server: int) -> _Request:
     for number, file in enumerate(streams):
         os.dup2(file, number)
         os.close(file)
-    with os.fdopen(given, "rb") as file:
-        file.seek(0)
-        request = _Request(*json.load(file))
+    with os.fdopen(given, "rb") as written:
+        written.seek(0)
+        request = _Request(*json.load(written))
     os.environ.clear()
     os.environ.update(request.environment)
     shown = module_command(request.module, *request.arguments)

@@ -300,7 +300,7 @@ def _load_settings(config: Path | None, overrides: list[str]) -> "Settings":
     return load_settings(config, overrides)
 
 
-def _run_locally(load: "Callable[[], Settings]", **how: bool) -> int:
+def _run_locally(load: "Callable[[], Settings]", *, top: bool, adopt: bool = False, prepare_only: bool = False) -> int:
     """Train with the settings that ``load`` returns. Libraries are imported meanwhile, in the processes for forks."""
     from streamrl.deploy.local.forking import Forks
     from streamrl.deploy.local.long_steps import print_at_once, told_if_long
@@ -313,7 +313,7 @@ def _run_locally(load: "Callable[[], Settings]", **how: bool) -> int:
         forks.load_models(settings, read_machine())
         with told_if_long("loading libraries"):
             from streamrl.deploy.local.run import run_locally
-        return run_locally(settings, forks=forks, **how)
+        return run_locally(settings, top=top, adopt=adopt, prepare_only=prepare_only, forks=forks)
 
 
 def _dry_run(config: Path | None, overrides: list[str]) -> int:

@@ -4,6 +4,7 @@ Each process is started as `streamrl run` starts it. The test kills and restarts
 """
 
 import asyncio
+import os
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -173,7 +174,7 @@ class HalfDoneRun:
         """SIGKILL, all at once."""
         killed = [self.children[name] for name in names]
         for child in killed:
-            child.process.send_signal(signal.SIGKILL)
+            os.kill(child.pid, signal.SIGKILL)
         for child in killed:
             assert await child.process.wait() == -signal.SIGKILL, child.last_line()
 

@@ -6,6 +6,7 @@ Each has to end in order, and is started again; the run goes on, and at its end 
 import asyncio
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -128,12 +129,12 @@ class StoppedRun:
         had_ended = life.child.process.returncode
         if had_ended is None:
             with contextlib.suppress(ProcessLookupError):
-                life.child.process.terminate()
+                os.kill(life.child.pid, signal.SIGTERM)
         try:
             code = await asyncio.wait_for(life.child.process.wait(), END_S)
         except TimeoutError:
             moment.problems.append(f"not ended {END_S} s after SIGTERM")
-            life.child.process.kill()
+            os.kill(life.child.pid, signal.SIGKILL)
             code = await life.child.process.wait()
         fine = {STOPPED} | ({BEFORE_ITS_FIRST_LINE} if age_s < FIRST_LINE_S else set())
         if role == "export":

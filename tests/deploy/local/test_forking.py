@@ -127,7 +127,7 @@ async def test_a_supervisor_starts_stops_and_reads_a_forked_child(
     assert running.process.returncode is None
     running.terminate()
     waiting = running.process.wait(), running.wait_or_kill(time.monotonic() + 60)
-    assert await within(asyncio.gather(*waiting), 60) == [-signal.SIGTERM] * 2
+    assert [*await within(asyncio.gather(*waiting), 60)] == [-signal.SIGTERM] * 2
     assert running.process.returncode == -signal.SIGTERM
 
 

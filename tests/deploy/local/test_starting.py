@@ -69,12 +69,15 @@ def test_a_refused_start_of_an_existing_run_keeps_its_files(tmp_path: Path) -> N
 
 
 def test_a_broker_that_does_not_start_is_reported_after_the_check(tmp_path: Path) -> None:
+    data = tmp_path / "kafka"
+
     @contextmanager
     def failing() -> Iterator[str]:
-        raise BrokerError("no Java")
-        yield
+        if data:
+            raise BrokerError("no Java")
+        yield ""
 
-    with pytest.raises(BrokerError, match="no Java"), broker_beside(failing(), tmp_path / "kafka", lambda: None):
+    with pytest.raises(BrokerError, match="no Java"), broker_beside(failing(), data, lambda: None):
         raise AssertionError("failed")
-    with pytest.raises(UserError, match="expected a task"), broker_beside(failing(), tmp_path / "kafka", refuse):
+    with pytest.raises(UserError, match="expected a task"), broker_beside(failing(), data, refuse):
         raise AssertionError("refused")
