@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -150,10 +150,11 @@ class ForkServer:
         Raises:
             OSError: the server cannot be started, or ended.
         """
-        report = await _reader_of(self.request(command, environment, (None, output, output)))
+        report, pipe = await _reader_of(self.request(command, environment, (None, output, output)))
         if not (pid := await report.readline()):
+            pipe.close()
             raise ConnectionError("the process that forks others has ended")
-        return ForkedProcess(int(pid), report)
+        return ForkedProcess(int(pid), report, pipe)
 
     def run(
         self,
@@ -227,17 +228,18 @@ class ForkedProcess:
     ``returncode``: None while it runs; -SIGKILL if its server has ended, because the kernel then kills it.
     """
 
-    def __init__(self, pid: int, report: asyncio.StreamReader) -> None:
+    def __init__(self, pid: int, report: asyncio.StreamReader, pipe: asyncio.ReadTransport) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._ending = asyncio.create_task(self._wait(report))
+        self._ending = asyncio.create_task(self._wait(report, pipe))
 
     async def wait(self) -> int:
         """Wait for its end; returns the exit code, or -N after signal N."""
         return await asyncio.shield(self._ending)
 
-    async def _wait(self, report: asyncio.StreamReader) -> int:
-        line = await report.readline()
+    async def _wait(self, report: asyncio.StreamReader, pipe: asyncio.ReadTransport) -> int:
+        with closing(pipe):
+            line = await report.readline()
         self.returncode = int(line) if line else -signal.SIGKILL
         return self.returncode
 
@@ -277,11 +279,13 @@ class Forks:
         self.base.close()
 
 
-async def _reader_of(file: int) -> asyncio.StreamReader:
+async def _reader_of(file: int) -> tuple[asyncio.StreamReader, asyncio.ReadTransport]:
+    """Reads the pipe until the transport is closed."""
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(file, "rb", buffering=0))
-    return reader
+    loop = asyncio.get_running_loop()
+    pipe, _ = await loop.connect_read_pipe(lambda: protocol, os.fdopen(file, "rb", buffering=0))
+    return reader, pipe
 
 
 # --- In the server --------------------------------------------------------------------------------------------------

@@ -98,7 +98,6 @@ def run_locally(
     stop: threading.Event | None = None,
     adopt: bool = False,
     prepare_only: bool = False,
-    forks: Forks | None = None,
 ) -> int:
     """Train, and return the exit code.
 
@@ -108,7 +107,6 @@ def run_locally(
     ``top``: show the live view. ``stop`` ends the run from another thread; without it SIGINT and SIGTERM do, which
     Python delivers only to the main thread. ``adopt`` takes over a run whose topics do not belong to this directory.
     ``prepare_only``: check the task, reserve the name, create topics and directory; others start the processes.
-    ``forks``: servers that the caller has started already; None: they start now.
 
     Raises:
         UserError: something the user can correct, before or during the run.
@@ -130,7 +128,7 @@ def run_locally(
     _check_start(settings)
     print_at_once("\n".join(_head(settings, machine, placement)))
     # Left in reverse order: without its process the evaluation ends.
-    with ThreadPoolExecutor(1, thread_name_prefix="evaluation") as beside, forks or Forks() as started:
+    with ThreadPoolExecutor(1, thread_name_prefix="evaluation") as beside, Forks() as started:
         started.load_models(settings, machine)
         broker = broker_for(settings.kafka.bootstrap_servers, print_at_once, directory.kafka)
         check = partial(_check_task, settings, resumed, started.models)  # with its imports it takes seconds

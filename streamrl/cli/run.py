@@ -301,19 +301,14 @@ def _load_settings(config: Path | None, overrides: list[str]) -> "Settings":
 
 
 def _run_locally(load: "Callable[[], Settings]", *, top: bool, adopt: bool = False, prepare_only: bool = False) -> int:
-    """Train with the settings that ``load`` returns. Libraries are imported meanwhile, in the processes for forks."""
-    from streamrl.deploy.local.forking import Forks
+    """Train with the settings that ``load`` returns, after a first line that waits for no library."""
     from streamrl.deploy.local.long_steps import print_at_once, told_if_long
 
     print_at_once("loading settings and libraries")
-    with Forks() as forks:
-        settings = load()
-        from streamrl.inspection.environment import read_machine
-
-        forks.load_models(settings, read_machine())
-        with told_if_long("loading libraries"):
-            from streamrl.deploy.local.run import run_locally
-        return run_locally(settings, top=top, adopt=adopt, prepare_only=prepare_only, forks=forks)
+    settings = load()
+    with told_if_long("loading libraries"):
+        from streamrl.deploy.local.run import run_locally
+    return run_locally(settings, top=top, adopt=adopt, prepare_only=prepare_only)
 
 
 def _dry_run(config: Path | None, overrides: list[str]) -> int:

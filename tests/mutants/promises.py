@@ -155,10 +155,10 @@ PROMISES = (
         "39",
         "a refused start writes the configuration",
         "deploy/local/run.py",
-        "    with broker_for(settings.kafka.bootstrap_servers, print, directory.kafka) as address:\n",
-        """    directory.create()
-    directory.write_config(as_toml(settings))
-    with broker_for(settings.kafka.bootstrap_servers, print, directory.kafka) as address:
+        "        broker = broker_for(settings.kafka.bootstrap_servers, print_at_once, directory.kafka)\n",
+        """        directory.create()
+        directory.write_config(as_toml(settings))
+        broker = broker_for(settings.kafka.bootstrap_servers, print_at_once, directory.kafka)
 """,
         ("tests/deploy/local/test_refused_start.py::test_a_second_start_of_a_running_run_changes_no_file",),
     ),

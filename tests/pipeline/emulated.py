@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from tests.pipeline.local_run import LocalRun
 from tests.pipeline.secure_broker import USER, SecureBroker, secure_broker
 
@@ -80,9 +82,9 @@ class EmulatedRun(LocalRun):
 
 def _command_lines(parent: int) -> set[str]:
     try:
-        children = " ".join(path.read_text() for path in Path(f"/proc/{parent}/task").glob("*/children")).split()
-        return {Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ") for child in children}
-    except OSError:  # one of them ended meanwhile
+        below = psutil.Process(parent).children(recursive=True)
+        return {" ".join(child.cmdline()) for child in below}
+    except psutil.Error:  # one of them ended meanwhile
         return set()
 
 

@@ -257,6 +257,7 @@ def test_a_run_is_refused_before_anything_is_started_or_written(
     assert not (directory / "runs").exists()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_full_disk_is_one_line_and_an_exit_code_of_its_own(
     number: int, directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -53,6 +53,7 @@ def test_these_are_all_secrets() -> None:
     assert secret_keys() == kafka | {("generation", "request_secret"), ("environments", "api_key")}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("layer", ["file", "environment", "command line"])
 def test_no_command_shows_a_secret_of_any_layer(
     layer: str, directory: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
