@@ -292,8 +292,14 @@ async def _start(client: Startable) -> None:
 
     If aiokafka is cancelled before its first broker answers, it loses the open connection and later prints a warning to
     standard error.
+
+    Raises:
+        OSError: the broker that answered knows of none that is there.
     """
-    await to_its_end(client.start(), START_ENDS_WITHIN_S)
+    try:
+        await to_its_end(client.start(), START_ENDS_WITHIN_S)
+    except AssertionError as error:  # aiokafka's, if a broker that just restarted lists none, not even itself
+        raise ConnectionError("a list of no brokers, as just after a restart") from error
 
 
 _NOT_LET_IN = (errors.SaslAuthenticationFailed, errors.UnsupportedSaslMechanismError, ssl.SSLCertVerificationError)

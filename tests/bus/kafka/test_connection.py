@@ -282,6 +282,21 @@ async def test_a_start_that_is_not_wanted_any_more_has_ended_however_often_it_is
     assert ended == ["start"]
 
 
+async def test_a_broker_that_lists_none_yet_is_a_broker_that_is_away(bootstrap_servers: str) -> None:
+    """As one does just after a restart; aiokafka then has a failed assertion, which would end the process."""
+
+    class Starting:
+        async def start(self) -> None:
+            assert not bootstrap_servers, "Did we not perform bootstrap?"
+
+        async def stop(self) -> None:
+            pass
+
+    settings = KafkaSettings(bootstrap_servers=bootstrap_servers)
+    with pytest.raises(BusUnavailable, match="a list of no brokers"):
+        await connection.started(Starting(), settings)
+
+
 async def test_a_client_that_is_not_wanted_any_more_leaves_no_connection_open(
     bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
