@@ -22,7 +22,7 @@ from streamrl.producers.generation.engines.slots import RowSampler, SlotForward
 from streamrl.schemas.trajectories import SamplingParams
 
 CONTEXT = 64
-"""Tokens of each sequence: half of what the demo's model takes at most."""
+"""Tokens of each sequence: half of the demo's longest."""
 TURNS, STEPS = 2, 3
 """Fewest turns of a contender, and the steps of a turn that are timed."""
 SHAPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {

@@ -71,7 +71,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         options.results = Path(tempfile.mkdtemp(prefix="streamrl-peers-quick-"))
     for name in ("limit_s", "held_out", "save_every"):
         if getattr(options, name) is None:
-            setattr(options, name, getattr(options.task, "num_held_out" if name == "held_out" else name))
+            setattr(options, name, getattr(options.task, name))
     steps = options.steps or options.task.hyperparameters.max_steps
     options.same = replace(options.task.hyperparameters, max_steps=steps, dtype=options.dtype)
     return options
@@ -127,7 +127,7 @@ def _round(options: argparse.Namespace, policy: Path, folder: Path, seed: int) -
     prompts, held_out = folder / "prompts.jsonl", folder / "held_out.jsonl"
     task, same = options.task, options.same
     write_entries(prompts, training_entries(task, same, seed))
-    write_entries(held_out, task.held_out(seed, options.held_out))
+    write_entries(held_out, task.held_out_entries(seed, options.held_out))
     examiner = HeldOut(
         policy, held_out, task.answer_pattern, same.temperature, same.max_completion_length, len(_cores())
     )

@@ -28,10 +28,10 @@ class Task:
     settings: dict[str, dict[str, Any]]
     limit_s: float
     save_every: int
-    num_held_out: int
+    held_out: int
     policy: Callable[[int], Path]
     training: Callable[[int, int], list[Entry]]
-    held_out: Callable[[int, int], list[Entry]]
+    held_out_entries: Callable[[int, int], list[Entry]]
 
 
 verified = reward(demo.ANSWER_PATTERN)
@@ -65,12 +65,7 @@ def _sums_held_out(seed: int, n: int) -> list[Entry]:
 
 def _with_third_example(row: Entry) -> Entry:
     system, *turns = row["prompt"]
-    text, result = SHOWN
-    shown = [
-        {"role": "user", "content": f"{text} ="},
-        {"role": "assistant", "content": f"{text} = {result}\n<answer>{result}</answer>"},
-    ]
-    return {"prompt": [system, *shown, *turns], "answer": row["answer"]}
+    return {"prompt": [system, *smollm2.solved(*SHOWN), *turns], "answer": row["answer"]}
 
 
 TASKS = {

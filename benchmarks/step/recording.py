@@ -52,7 +52,7 @@ NOTHING = Spent("", 0.0, {})
 class Window:
     """What was spent from one moment of a run to another, ``steps`` optimizer steps later.
 
-    ``cpu_s``: by process and phase. ``idle_s``: of the machine's processors, that nobody used. ``began`` and ``ended``:
+    ``cpu_s``: by process and phase. ``idle_s``: of the machine's processors, unused. ``began`` and ``ended``:
     seconds since the epoch.
     """
 

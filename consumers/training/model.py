@@ -83,12 +83,12 @@ def require_weights(path: str | Path) -> list[str]:
         return []
     # the same code as ``load_model``, on a device without memory
     model, unused = _loaded(path, device_map="meta")
-    _refuse_untied(Path(path), model.all_tied_weights_keys)
+    _refuse_two_values(Path(path), model.all_tied_weights_keys)
     return unused
 
 
-def _refuse_untied(directory: Path, tied: Mapping[str, str]) -> None:
-    """Refuse files in which two tensors differ that the configuration takes for one.
+def _refuse_two_values(directory: Path, tied: Mapping[str, str]) -> None:
+    """Refuse files that give one tensor two values: under its name twice, or where the configuration ties two names.
 
     Libraries disagree on them: transformers keeps both, vLLM and older versions use one. The trainer would learn from
     samples of another model.

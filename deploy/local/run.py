@@ -10,7 +10,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -141,8 +141,8 @@ def run_locally(
                 return 0
             before = _evaluate_model(settings, settings.model.path, "before", started.models)
             evaluate_after = partial(beside.submit, _evaluate_trained, settings, started.models)
-            training = _train(settings, directory, address, placement, started, evaluate_after, top=top, stopped=stop)
-            trained = asyncio.run(training)
+            train = partial(_train_until, settings, directory, address, placement, started, evaluate_after, top=top)
+            trained = asyncio.run(_stoppable(train, stop))
         after = trained.evaluating.result() if trained.evaluating is not None else None
     from streamrl.deploy.local.concluding import conclude  # not needed before the end of a run
 
@@ -303,29 +303,22 @@ def _specs(making: ChildSpecs, settings: Settings) -> list[ChildSpec]:
     )
 
 
-async def _train(
-    settings: Settings,
-    directory: RunDirectory,
-    address: str,
-    placement: Placement,
-    forks: Forks,
-    evaluate_after: EvaluateAfter,
-    *,
-    top: bool,
-    stopped: threading.Event | None,
+async def _stoppable(
+    train: "Callable[[asyncio.Event], Awaitable[TrainingOutcome]]", stopped: threading.Event | None
 ) -> "TrainingOutcome":
+    """Await ``train(stop)``; ``stop`` is set with ``stopped``, or by a signal if that is None."""
     with stop_on_signals() if stopped is None else nullcontext(_stop_with(stopped)) as stop:
-        return await _train_until(stop, settings, directory, address, placement, forks, evaluate_after, top=top)
+        return await train(stop)
 
 
 async def _train_until(
-    stop: asyncio.Event,
     settings: Settings,
     directory: RunDirectory,
     address: str,
     placement: Placement,
     forks: Forks,
     evaluate_after: EvaluateAfter,
+    stop: asyncio.Event,
     *,
     top: bool,
 ) -> "TrainingOutcome":

@@ -97,18 +97,18 @@ def first_prompts(source: PromptSource, most: int) -> list[Prompt]:
     return [source.prompt_at(position)[0] for position in range(count)]
 
 
-COMPARED_ROWS = 100_000
+SCANNED_ROWS = 100_000
 """Rows of the training data that are compared with held-out prompts before a start, in about a second."""
 
 
 def shared_with(settings: DataSettings, prompts: Iterable[Prompt]) -> list[str]:
-    """Ids of the prompts that the first ``COMPARED_ROWS`` rows of ``settings``' stored data have, too.
+    """Ids of the prompts that the first ``SCANNED_ROWS`` rows of ``settings``' stored data have, too.
 
     Raises:
         DataError: the data cannot be read.
     """
     table, columns = open_table(settings, str(settings.path)), column_map(settings)
-    scanned = islice(table.scan(), COMPARED_ROWS)
+    scanned = islice(table.scan(), SCANNED_ROWS)
     rows = (columns.split_row(row, table.where(index))[0] for index, row in enumerate(scanned))
     said = set(map(_said_in, rows))
     return [prompt.prompt_id for prompt in prompts if _said_in(prompt.stated or prompt.content) in said]

@@ -183,11 +183,16 @@ def is_held_out(expression: str) -> bool:
     return zlib.crc32(content_of(expression).encode()) % HELD_OUT_ONE_IN == 0
 
 
+def solved(expression: str, result: int) -> list[dict[str, str]]:
+    """A sum with its answer as an example: the turns of user and assistant."""
+    answer = f"{expression} = {result}\n<answer>{result}</answer>"
+    return [{"role": "user", "content": f"{expression} ="}, {"role": "assistant", "content": answer}]
+
+
 def _turns(expression: str) -> list[dict[str, str]]:
     turns = [{"role": "system", "content": SYSTEM}]
     for shown, result in SHOWN:
-        turns.append({"role": "user", "content": f"{shown} ="})
-        turns.append({"role": "assistant", "content": f"{shown} = {result}\n<answer>{result}</answer>"})
+        turns += solved(shown, result)
     return [*turns, {"role": "user", "content": f"{expression} ="}]
 
 

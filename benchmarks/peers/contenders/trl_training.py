@@ -49,7 +49,7 @@ def _config(plan: dict[str, Any]) -> Any:
         output_dir=plan["output"],
         seed=plan["seed"],
         use_cpu=True,
-        # Weights stay in float32; matmuls are cast where bfloat16 is asked for.
+        # Weights stay in float32; bfloat16 only casts the inputs of matmuls.
         bf16=ours["dtype"] == "bfloat16",
         ddp_backend="gloo" if tuned["processes"] > 1 else None,
         gradient_checkpointing=False,

@@ -20,7 +20,7 @@ def content(text: str) -> str:
 def test_no_held_out_question_is_among_the_prompts_in_whatever_order_its_numbers_stand(tmp_path: Path) -> None:
     demo = TASKS["demo"]
     write_entries(tmp_path / "prompts.jsonl", demo.training(0, 3000))
-    prompts, held_out = read_entries(tmp_path / "prompts.jsonl"), demo.held_out(0, 400)
+    prompts, held_out = read_entries(tmp_path / "prompts.jsonl"), demo.held_out_entries(0, 400)
     trained = {content(row["prompt"]) for row in prompts}
     asked = [content(row["prompt"]) for row in held_out]
     assert len(prompts) == 3000
@@ -43,7 +43,7 @@ def test_answers_count_between_tags_and_in_chat_turns_alike() -> None:
 def test_smollm2_is_shown_three_solved_sums_and_asked_nothing_that_it_is_judged_on() -> None:
     task = TASKS["smollm2"]
     prompts = training_entries(task, task.hyperparameters, seed=0)
-    held_out = task.held_out(0, 64)
+    held_out = task.held_out_entries(0, 64)
     assert len(prompts) == 4096
     asked = {smollm2.content_of(smollm2.question_of(row)) for row in prompts}
     assert not asked & {smollm2.content_of(smollm2.question_of(row)) for row in held_out}
