@@ -55,12 +55,15 @@ def handle_signals() -> None:
     """Let SIGTERM and SIGHUP interrupt this process as Ctrl-C does, and let a crash leave the stacks of all threads.
 
     SIGHUP stays ignored if it was ignored before, as under nohup. The stacks go to standard error; a role's standard
-    error is its log.
+    error is its log. SIGINT interrupts even if it was ignored before, as in the background of a script.
     """
     with suppress(AttributeError, OSError, ValueError):  # the process may have no standard error
         faulthandler.enable()
     _requests.is_handled = True
     sys.unraisablehook = _raise_again
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # Scripts start their background commands so. asyncio cancels a task only if SIGINT has a handler.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _on_signal)

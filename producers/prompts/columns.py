@@ -18,6 +18,8 @@ ANSWER = "answer"
 COMPARING = ("math_verify", "exact_match")
 """Built-in rewards that compare the completion with the answer. They read a text, an integer, or a list of these, of
 which any is right."""
+ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""Arguments of a user's reward function that are not columns, as in TRL."""
 MAX_SHOWN = 80
 """Most characters of an answer in a message."""
 _MISSING = object()
@@ -28,13 +30,14 @@ class ColumnMap:
     """Column paths of prompt and answer; the parts of a nested column are joined by dots.
 
     ``needs_answer``: whether a row without an answer is an error. ``compared_by``: the built-in reward that compares
-    answers, if the run has one.
+    answers, if the run has one. ``reserved``: names that no column for the rewards may have.
     """
 
     prompt: str
     answer: str
     needs_answer: bool = True
     compared_by: str | None = None
+    reserved: tuple[str, ...] = ()
 
     def split_row(self, row: Mapping[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
         """The prompt (text, or a list of turns) and the columns for the rewards, the answer as ``answer``.
@@ -57,6 +60,11 @@ class ColumnMap:
             raise _missing(f"an answer in column {self.answer!r}", row, where, "data.answer_column")
         # The parent of a nested value stays, because rewards may need its other values.
         columns = {name: value for name, value in row.items() if name not in (self.prompt, self.answer)}
+        if taken := [name for name in self.reserved if name in columns]:
+            raise DataError(
+                f"expected columns with other names than those of a reward function's own arguments in {where}, got "
+                f"{taken[0]!r}; rename the column"
+            )
         return prompt, columns if answer is _MISSING else columns | {ANSWER: self._checked(answer, where)}
 
     def _checked(self, answer: Any, where: str) -> Any:
@@ -112,6 +120,7 @@ def column_map(settings: DataSettings, rewards: Collection[str] = ()) -> ColumnM
         settings.answer_column or preset.answer,
         preset.needs_answer or settings.answer_column is not None,
         next((name for name in COMPARING if name in rewards), None),
+        ARGUMENTS if any(":" in name for name in rewards) else (),
     )
 
 

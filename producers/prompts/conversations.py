@@ -12,6 +12,8 @@ from typing import Any
 
 _LIKE_TURNS = re.compile(r"\s*\[\s*\{\s*['\"](role|content)['\"]\s*:")
 """Start of a text that is a list of turns, written by JSON, or by Python, which JSON cannot read."""
+_PARTS = re.compile(r"\s*\[\s*\{\s*['\"]type['\"]\s*:\s*['\"](text|image|image_url)['\"]")
+"""Start of a text that is a list of content parts."""
 _LIKE_MAPPINGS = re.compile(r"\s*(?:\[\s*)?\{\s*['\"]")
 _KEYS_OF_TURNS = ({"role", "content"}, {"messages"}, {"conversations"}, {"from", "value"})
 """Keys by which one recognises a conversation."""
@@ -37,8 +39,10 @@ def turns_in(prompt: Any) -> str | list[dict[str, Any]]:
         NotWhole: it is neither, or a turn has a part that is not text.
     """
     if isinstance(prompt, str):
-        if not prompt.strip():
+        if is_blank(prompt):
             raise NotWhole("an empty text")
+        if _PARTS.match(prompt):
+            raise NotWhole("a list of content parts as text; put it into a turn, or join the parts' texts")
         if not _LIKE_TURNS.match(prompt) and not _has_turns(prompt):
             return prompt
         try:
@@ -52,9 +56,14 @@ def turns_in(prompt: Any) -> str | list[dict[str, Any]]:
     turns = [_turn(turn, number) for number, turn in enumerate(prompt, start=1)]
     if turns[-1]["role"] == "system":
         raise NotWhole(f"a turn of role system as the last turn ({len(turns)})")
-    if turns[-1]["role"] == "user" and not turns[-1]["content"].strip():
+    if turns[-1]["role"] == "user" and is_blank(turns[-1]["content"]):
         raise NotWhole(f"an empty text as turn {len(turns)}")
     return turns
+
+
+def is_blank(text: str) -> bool:
+    """Whether a text shows nothing: it has only spaces, and characters of no width."""
+    return not any(char.isprintable() and not char.isspace() for char in text)
 
 
 def _has_turns(text: str) -> bool:
@@ -87,6 +96,8 @@ def _turn(turn: Any, number: int) -> dict[str, Any]:
         kept["content"] = "".join(_text_of(part, number) for part in kept["content"])
     if wrong := [key for key in ("role", "content") if not isinstance(kept.get(key), str)]:
         raise NotWhole(f"turn {number} without text as {' and '.join(wrong)}")
+    if _PARTS.match(kept["content"]):
+        raise NotWhole(f"turn {number} with its parts of content as text; give them as a list, or join their texts")
     plain = kept["role"].strip().lower()
     if not plain or plain in _OTHER_ROLES or (plain in _ROLES and plain != kept["role"]):
         raise NotWhole(f"turn {number} of role {kept['role']!r}; give one that the template knows: {', '.join(_ROLES)}")

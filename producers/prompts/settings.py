@@ -1,5 +1,6 @@
 """``[data]``: the prompts, their order and their wording. File formats are elsewhere."""
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
@@ -150,6 +151,11 @@ class DataSettings(Section):
             )
         if PLACEHOLDER not in self.prompt_template:
             raise ValueError(f"expected {PLACEHOLDER} in data.prompt_template, got {self.prompt_template!r}")
+        if doubled := re.search(r"\{\{.*?\}\}", self.prompt_template):
+            raise ValueError(
+                f"expected single braces in data.prompt_template, in which only {PLACEHOLDER} is replaced, got "
+                f"{doubled[0]!r}"
+            )
         return self
 
     @property

@@ -262,6 +262,11 @@ def _text_split(files: Mapping[str, Sequence[_TextFile]], split: str, name: str)
 
     def joined(part: str) -> Table:
         tables = [open_text_table(file.path, name, shown=file.shown, delimiter=file.delimiter) for file in files[part]]
+        empty = [file.shown for file, table in zip(files[part], tables, strict=True) if not len(table)]
+        if empty and len(tables) > 1:
+            raise DataError(
+                f"expected rows in every file of data.path, got none in {empty[0]}; fetch it again, or remove it"
+            )
         return tables[0] if len(tables) == 1 else JoinedTable([(table, 0, len(table)) for table in tables], name)
 
     if split in files:

@@ -15,6 +15,7 @@ import gzip
 import io
 import json
 import lzma
+import math
 import os
 import shutil
 import tempfile
@@ -187,9 +188,15 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_object)
-"""Made once: ``json.loads`` makes one for each text. It refuses NaN and Infinity: Python reads them, and sending the
-prompt would fail later."""
+def _finite(written: str) -> float:
+    if math.isinf(number := float(written)):
+        raise ValueError(f"the number {written:.40} is too large; give it as text")
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_object)
+"""Made once: ``json.loads`` makes one for each text. It refuses NaN and numbers without an end, which Python reads from
+Infinity and from 1e400: another value than the data has."""
 
 
 def _decompressed(path: Path, suffix: str) -> IO[bytes]:

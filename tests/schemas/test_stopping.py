@@ -78,6 +78,26 @@ sys.exit(stopping.exit_code())
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_command_that_was_started_with_sigint_ignored_is_interrupted_all_the_same(loop: str, name: str) -> None:
+    code = f"""
+import {loop}
+async def work():
+    asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.{name})
+    await asyncio.sleep(30)
+try:
+    {loop}.run(work())
+except KeyboardInterrupt:
+    sys.exit(stopping.exit_code())
+"""
+    ignored = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", ignored + BEGIN + code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (128 + signal.Signals[name], "")
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_the_first_signal_requests_a_stop_and_the_second_ends_at_once(loop: str) -> None:
     once, twice = (ended(WAITING.format(moments=moments, loop=loop)) for moments in ([0.05], [0.05, 0.7]))
     assert (once.returncode, once.stdout) == (143, "asked by SIGTERM\nthrough\n"), once.stderr

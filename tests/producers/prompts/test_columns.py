@@ -65,6 +65,15 @@ def test_a_row_that_does_not_fit_says_what_was_expected(
         split(row, **settings)
 
 
+@pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids", "trainer_state", "log_metric"])
+def test_a_column_with_the_name_of_a_reward_functions_argument_is_refused(name: str) -> None:
+    row = {"prompt": "p", name: "x"}
+    with pytest.raises(DataError, match=f"x.jsonl, line 1, got '{name}'; rename the column"):
+        split(row, ("rewards:mine",))
+    assert split(row, ("exact_match",)) == ("p", {name: "x"})
+    assert split({name: "p"}, ("rewards:mine",), prompt_column=name) == ("p", {})
+
+
 @pytest.mark.parametrize(
     ("answer", "got"),
     [

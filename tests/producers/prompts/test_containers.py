@@ -77,7 +77,9 @@ def as_lines(rows: Rows) -> bytes:
 def write_directory(path: Path, rows: Rows) -> None:
     path.mkdir(exist_ok=True)
     (path / "a.jsonl").write_bytes(as_lines(rows[:2]))
-    (path / "b.json").write_text(json.dumps(rows[2:], indent=1))
+    (path / "b.json").unlink(missing_ok=True)
+    if rows[2:]:
+        (path / "b.json").write_text(json.dumps(rows[2:], indent=1))
 
 
 def write_cells(path: Path, rows: Rows, delimiter: str = ",") -> None:

@@ -65,6 +65,9 @@ def test_turns_as_json_text_are_turns_and_any_other_text_is_text() -> None:
             for role in ("human", "gpt", "User", " user", "")
         ),
         (" ", "an empty text"),
+        ("\u200b\u2060 \n", "an empty text"),
+        (json.dumps([{"type": "text", "text": "hi"}]), "a list of content parts as text"),
+        ([{"role": "user", "content": '[{"type": "text", "text": "hi"}]'}], "turn 1 with its parts of content as text"),
         ([], "an empty list"),
         ([{"role": "system", "content": "s"}, {"role": "user", "content": " "}], "an empty text as turn 2"),
         (["hi"], "str as turn 1"),

@@ -23,6 +23,7 @@ def test_a_bare_number_in_a_mixture_is_a_weight() -> None:
         ({"dataset": "gcd", "options": {"seed": 1}}, "directly in \\[data\\]"),
         ({"mixture": {"gcd": {"options": {"size": 1}}}}, "always 10,000 prompts"),
         ({"dataset": "gcd", "prompt_template": "Q:"}, "prompt_template"),
+        ({"dataset": "gcd", "prompt_template": "{prompt} Use \\boxed{{}}."}, "single braces .* got '{{}}'"),
         ({"dataset": "gcd", "filter": "no_colon"}, "filter"),
         ({"dataset": "../up"}, "dataset"),
         ({"path": "a.csv", "prompt_column": "q", "answer_column": "q"}, "got the prompt's column 'q'"),

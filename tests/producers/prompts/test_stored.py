@@ -75,6 +75,7 @@ def test_blank_lines_are_no_prompts(tmp_path: Path) -> None:
         ('{"prompt": []}', "got an empty list"),
         ('{"prompt": [{"role": "user"}]}', "got turn 1 without text as content"),
         ('{"prompt": "x", "y": NaN}', "expected a JSON object"),
+        ('{"prompt": "x", "y": 1e400}', "the number 1e400 is too large; give it as text"),
         ('{"prompt": "x", "answer": "1", "answer": "2"}', "the key 'answer' more than once"),
         ('{"prompt": "x", "y": [{"a": 1, "a": 1}]}', "the key 'a' more than once"),
     ],

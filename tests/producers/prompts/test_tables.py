@@ -130,6 +130,12 @@ def test_a_directory_is_read_whole_or_refused_by_the_file_that_would_be_left_out
     assert len(_source(_directory(parent / "listed", {"train.jsonl": row, "b.jsonl": row, "README.md": card}))) == 1
 
 
+def test_an_empty_file_of_a_directory_is_named(tmp_path: Path) -> None:
+    folder = _directory(tmp_path / "data", {"a.jsonl": '{"prompt": "p"}\n', "b.jsonl": ""})
+    with pytest.raises(DataError, match=r"expected rows in every file of data.path, got none in .*b\.jsonl; fetch it"):
+        _source(folder)
+
+
 def test_a_directory_that_lacks_files_which_others_count_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
     parent, row = tmp_path_factory.mktemp("data"), '{"prompt": "p"}\n'
     names = [f"train-0000{number}-of-00003.jsonl" for number in range(3)]
