@@ -38,7 +38,7 @@ from benchmarks.algorithms.streams import (
 from streamrl.api import Run
 from streamrl.bus.embedded.cluster import start_cluster
 from streamrl.bus.embedded.runtime import cache_root
-from streamrl.demo.evaluation import NUM_HELD_OUT, opened, share_correct, solve
+from streamrl.demo.evaluation import NUM_HELD_OUT, share_correct, solve
 from streamrl.demo.recipe import defaults
 from streamrl.demo.task import held_out_questions
 from streamrl.demo.warm_start import PROMPTS, ensure_warm_started_model
@@ -168,7 +168,7 @@ def line(one: dict[str, Any]) -> str:
 
 def held_out_accuracy(model: Path, seed: int) -> float:
     """Share of the demo's held-out questions that a model answers rightly, greedily."""
-    return round(share_correct(solve(*opened(model), held_out_questions(seed, NUM_HELD_OUT))), 4)
+    return round(share_correct(solve(model, held_out_questions(seed, NUM_HELD_OUT))), 4)
 
 
 def curve_of(rewards: Sequence[float], points: int = POINTS) -> list[float]:

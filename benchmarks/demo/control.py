@@ -6,13 +6,14 @@ OUT``.
 
 import json
 import sys
+import tempfile
 import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from streamrl.demo.evaluation import judged, opened
-from streamrl.demo.warm_start import WarmStartRecipe, lessons, train_step
+from streamrl.demo.evaluation import evaluate
+from streamrl.demo.warm_start import WarmStartRecipe, lessons, save, train_step
 
 WARM_UP, DECAY = 0.02, 0.4
 """Shares of the time in which the learning rate rises, and falls at last; in between it is the warm start's."""
@@ -20,9 +21,15 @@ WARM_UP, DECAY = 0.02, 0.4
 
 def main(model: str, seed: str, seconds: str, out: str) -> None:
     """Train, judge on the run's own held-out questions, and write what came of it as JSON."""
-    loaded, tokenizer = opened(Path(model))
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(1)
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     told = train(loaded, tokenizer, int(seed), float(seconds), WarmStartRecipe())
-    told["metrics"] = judged(loaded.eval(), tokenizer, int(seed))["metrics"]
+    with tempfile.TemporaryDirectory() as scratch:
+        save(loaded, Path(scratch))
+        told["metrics"] = evaluate(Path(scratch), int(seed))["metrics"]
     Path(out).write_text(json.dumps(told))
 
 

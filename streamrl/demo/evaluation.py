@@ -1,5 +1,6 @@
 """The demo's evaluation: accuracy and style of greedy and sampled solutions of held-out questions."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +14,9 @@ from streamrl.demo.task import (
     held_out_questions,
     style_of,
 )
+from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.producers.rewards.builtin import exact_match
+from streamrl.schemas.trajectories import SamplingParams
 
 EVALUATION = "streamrl.demo.evaluation:evaluate"
 """The demo's ``evaluation.function``."""
@@ -25,8 +28,7 @@ SAMPLES = 8
 """Sampled solutions per question."""
 NUM_SHOWN = 24
 BATCH_SIZE = 256
-_SEED = 1 << 40
-"""Offset of the evaluation's seeds, far from the seeds of runs."""
+"""Completions that are decoded together."""
 
 
 @dataclass(frozen=True)
@@ -41,30 +43,41 @@ class Solution:
     tokens: int
 
 
-def solve(model: Any, tokenizer: Any, questions: Sequence[Question], *, sampled: bool = False) -> list[Solution]:
-    """The most likely solution of each question, or one that is sampled as in a run; at most 48 tokens each."""
-    solved: list[Solution] = []
-    # The full distribution at temperature 1, as a worker samples it. The default of transformers is the top 50 tokens.
-    how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampled else {"do_sample": False}
-    for start in range(0, len(questions), BATCH_SIZE):
-        batch = questions[start : start + BATCH_SIZE]
-        inputs = tokenizer([each.text for each in batch], padding=True, padding_side="left", return_tensors="pt")
-        output = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            max_new_tokens=MAX_COMPLETION_TOKENS,
-            **how,
-        )[:, inputs["input_ids"].shape[1] :]
-        texts = tokenizer.batch_decode(output, skip_special_tokens=True)
-        answers = [each.answer for each in batch]
-        # Judged by the run's own reward.
-        right = exact_match(ANSWER_PATTERN)(texts, answer=answers)
-        lengths = (output != tokenizer.pad_token_id).sum(dim=1).tolist()
-        solved += [
-            Solution(question.text, text, question.answer, style_of(text), bool(reward), length)
-            for question, text, reward, length in zip(batch, texts, right, lengths, strict=True)
-        ]
-    return solved
+def solve(model: Path, questions: Sequence[Question], seeds: Sequence[int] | None = None) -> list[Solution]:
+    """The most likely solution of each question, or one sampled with its seed at temperature 1; at most 48 tokens each.
+
+    The built-in engine's decoder samples them on one thread, as in a worker.
+    """
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    from streamrl.producers.generation.engines.port import ActiveCompletion, GenerationRequest
+    from streamrl.producers.generation.engines.slots import SlotDecoder
+
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    # In so small a model, several threads wait for each other longer than they compute.
+    decoder = SlotDecoder(str(model), GenerationSettings(max_num_seqs=BATCH_SIZE, threads=1, dtype="float32"))
+    decoder.load()
+    sampling = SamplingParams(max_completion_length=MAX_COMPLETION_TOKENS, temperature=0.0 if seeds is None else 1.0)
+    completions = [
+        ActiveCompletion(GenerationRequest(f"{number}", ids, sampling), MAX_COMPLETION_TOKENS, seed)
+        for number, (ids, seed) in enumerate(
+            zip(tokenizer([one.text for one in questions])["input_ids"], seeds or [0] * len(questions), strict=True)
+        )
+    ]
+    for completion in completions:
+        decoder.queue(completion)
+    while decoder.busy:
+        decoder.step()
+    decoder.close()
+    texts = tokenizer.batch_decode([each.tokens for each in completions], skip_special_tokens=True)
+    # Judged by the run's own reward.
+    right = exact_match(ANSWER_PATTERN)(texts, answer=[each.answer for each in questions])
+    return [
+        Solution(question.text, text, question.answer, style_of(text), bool(reward), completion.generated)
+        for question, text, reward, completion in zip(questions, texts, right, completions, strict=True)
+    ]
 
 
 def share_correct(solved: Sequence[Solution]) -> float:
@@ -97,30 +110,11 @@ def metrics_of(greedy: Sequence[Solution], rounds: Sequence[Sequence[Solution]])
 
 def evaluate(model: Path, seed: int) -> dict[str, Any]:
     """The demo's ``evaluation.function``: metrics on 512 held-out questions, and the first greedy solutions."""
-    return judged(*opened(model), seed)
-
-
-def opened(model: Path) -> tuple[Any, Any]:
-    """A model of the demo and its tokenizer; limits torch in this process to one thread."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    # In so small a model, several threads wait for each other longer than they compute.
-    torch.set_num_threads(1)
-    loaded = AutoModelForCausalLM.from_pretrained(model).eval()
-    return loaded, AutoTokenizer.from_pretrained(model)
-
-
-def judged(model: Any, tokenizer: Any, seed: int) -> dict[str, Any]:
-    """Metrics and samples of a loaded model; the same for the same seed, regardless of torch's random state."""
-    import torch
-
     questions = held_out_questions(seed, NUM_HELD_OUT)
-    greedy = solve(model, tokenizer, questions)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_SEED + seed)
-        rounds = [solve(model, tokenizer, questions[:NUM_SAMPLED], sampled=True) for _ in range(SAMPLES)]
-    samples = [asdict(one) for one in greedy[:NUM_SHOWN]]
-    return {"metrics": metrics_of(greedy, rounds), "samples": samples, "prompts": len(greedy)}
+    greedy = solve(model, questions)
+    draw = random.Random(f"evaluation/{seed}")
+    # The samples of a question one after the other, as they share a prefill.
+    asked = [question for question in questions[:NUM_SAMPLED] for _ in range(SAMPLES)]
+    sampled = solve(model, asked, [draw.getrandbits(63) for _ in asked])
+    metrics = metrics_of(greedy, [sampled[number::SAMPLES] for number in range(SAMPLES)])
+    return {"metrics": metrics, "samples": [asdict(one) for one in greedy[:NUM_SHOWN]], "prompts": len(greedy)}

@@ -4,15 +4,20 @@ The warm start trains only on correct, complete solutions. Half are bare answers
 write both. So small a model guesses bare answers badly, but is good at working them out; reinforcement learning has to
 discover that. The warm start uses only training questions, and the evaluation only held-out ones.
 
-``ensure_warm_started_model`` builds the model once for each recipe and seed, in its own process
-(``python -m streamrl.demo.warm_start DIRECTORY SEED RECIPE``), so that the caller loads no torch. Invariant
-a_cached_model_is_complete: a model gets its name by one rename, after all its files are written.
+The model of seed 0 is shipped, in ``shipped/``. ``python -m streamrl.demo.warm_start`` makes it again, in about three
+minutes. ``ensure_warm_started_model`` makes the others once for each recipe and seed, in its own process (``python -m
+streamrl.demo.warm_start DIRECTORY SEED RECIPE``), so that the caller loads no torch.
+
+Invariants:
+- a_cached_model_is_complete: a model gets its name by one rename, after all its files are written;
+- a_shipped_model_is_the_recipes: it has the recipe's fingerprint in its name, so another recipe finds none.
 """
 
 import hashlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,7 +34,7 @@ from pydantic import TypeAdapter
 
 from streamrl.bus.embedded.process import die_with_parent
 from streamrl.bus.embedded.runtime import locked
-from streamrl.demo.evaluation import EVALUATION, judged
+from streamrl.demo.evaluation import EVALUATION, evaluate
 from streamrl.demo.task import (
     EOS,
     HELD_OUT_ONE_IN,
@@ -40,8 +46,10 @@ from streamrl.demo.task import (
     training_prompts,
     training_questions,
 )
-from streamrl.deploy.local.evaluation import write_known
+from streamrl.deploy.local.evaluation import KNOWN, write_known
+from streamrl.inspection.environment import device_name
 from streamrl.schemas.errors import ModelError
+from streamrl.schemas.fingerprints import package_version
 from streamrl.schemas.import_path import module_command
 
 Progress = Callable[[str], None]
@@ -49,6 +57,9 @@ MAX_THREADS = 1
 """Threads of the training. With one, the sums and so the model are the same on all machines of one type."""
 PROMPTS, NUM_PROMPTS = "prompts.jsonl", 8192
 """A run's questions, in the model's directory; more than the run's steps need, so that few repeat."""
+SHIPPED = Path(__file__).with_name("shipped")
+"""Models that are not trained here, under the names of their directories in the cache; their weights are float16."""
+WEIGHTS, EVALUATED, MADE = "model.safetensors", "evaluated.json", "made.json"
 IGNORED = -100
 """Label of positions that are not trained; the default of torch's cross entropy."""
 _LESSONS, _CHECKS = "lessons", "checks"
@@ -104,7 +115,9 @@ class WarmStarted:
 def ensure_warm_started_model(
     cache_dir: Path, seed: int, progress: Progress, recipe: WarmStartRecipe | None = None
 ) -> Path:
-    """The directory of the warm-started model of a seed; trains it first if it is missing (two or three minutes).
+    """The directory of the warm-started model of a seed; if it is neither cached nor shipped, trains it first.
+
+    That takes two or three minutes.
 
     Raises:
         ModelError: the training failed, or the cache cannot be written.
@@ -115,7 +128,7 @@ def ensure_warm_started_model(
         progress(f"warm start: cached in {target}")
         return target
     try:
-        make_once(target, lambda directory: _train(directory, seed, recipe, progress), progress)
+        make_once(target, lambda directory: _make(target.name, directory, seed, recipe, progress), progress)
     except OSError as error:
         raise ModelError(f"expected to write the demo's model to {target}, got: {error}; set STREAMRL_CACHE") from error
     return target
@@ -132,6 +145,57 @@ def _fingerprint(recipe: WarmStartRecipe) -> str:
     worked = [Question("*", (52, 7)).worked(" "), Question("+", (82, 20, 58)).worked(" ")]
     parts = [asdict(recipe), MARKS, PRODUCT_SHARE, HELD_OUT_ONE_IN, NUM_PROMPTS, worked]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def _make(name: str, directory: Path, seed: int, recipe: WarmStartRecipe, progress: Progress) -> None:
+    shipped = SHIPPED / name
+    if shipped.is_dir():
+        unpack(shipped, directory, seed)
+        progress("warm start: done before, and shipped with StreamRL")
+    else:
+        _train(directory, seed, recipe, progress)
+
+
+def unpack(shipped: Path, directory: Path, seed: int) -> None:
+    """Write a shipped model to a new directory as ``write_model`` would, without torch."""
+    from safetensors.numpy import load_file, save_file
+
+    shutil.copytree(shipped, directory, ignore=shutil.ignore_patterns(WEIGHTS, EVALUATED, MADE))
+    weights = {name: values.astype("float32") for name, values in load_file(shipped / WEIGHTS).items()}
+    save_file(weights, directory / WEIGHTS, {"format": "pt"})
+    _write_prompts(directory, seed)
+    # Other versions of the libraries might sample other answers.
+    if json.loads((shipped / MADE).read_text())["libraries"] == _libraries():
+        write_known(directory, EVALUATION, seed, json.loads((shipped / EVALUATED).read_text()))
+
+
+def ship(folder: Path, seed: int, recipe: WarmStartRecipe, progress: Progress) -> Path:
+    """Train a model, and write it as it is shipped; ``folder``: its parent, in which it is replaced."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    with tempfile.TemporaryDirectory() as scratch:
+        made = Path(scratch) / "model"
+        made.mkdir()
+        torch.set_num_threads(MAX_THREADS)
+        write_model(made, seed, recipe, progress)
+        weights = {name: values.half() for name, values in load_file(made / WEIGHTS).items()}
+        save_file(weights, made / WEIGHTS, {"format": "pt"})
+        evaluated = json.loads((made / KNOWN).read_text())["result"]
+        (made / EVALUATED).write_text(json.dumps(evaluated, indent=1) + "\n")
+        sha256 = hashlib.sha256((made / WEIGHTS).read_bytes()).hexdigest()
+        conditions = {"weights_sha256": sha256, "cpu": device_name("cpu"), "libraries": _libraries()}
+        (made / MADE).write_text(json.dumps(conditions, indent=1) + "\n")
+        for unshipped in (PROMPTS, KNOWN):
+            (made / unshipped).unlink()
+        target = folder / model_directory(folder, seed, recipe).name
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(made, target)
+    return target
+
+
+def _libraries() -> dict[str, str | None]:
+    return {name: package_version(name) for name in ("torch", "transformers")}
 
 
 def _train(directory: Path, seed: int, recipe: WarmStartRecipe, progress: Progress) -> None:
@@ -196,26 +260,37 @@ def atomic_directory(target: Path) -> Iterator[Path]:
                 raise
 
 
-def main(directory: str, seed: str, recipe: str) -> None:
-    """The child process: ``recipe`` is JSON; progress goes to standard output, line by line."""
+def main(directory: str = "", seed: str = "0", recipe: str = "{}") -> None:
+    """The child process: ``recipe`` is JSON; progress goes to standard output, line by line.
+
+    Without a directory, it makes the model that is shipped.
+    """
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    parsed = TypeAdapter(WarmStartRecipe).validate_json(recipe)
-    write_model(Path(directory), int(seed), parsed, lambda line: print(line, flush=True))
+    parsed, progress = TypeAdapter(WarmStartRecipe).validate_json(recipe), partial(print, flush=True)
+    if directory:
+        write_model(Path(directory), int(seed), parsed, progress)
+    else:
+        progress(f"written: {ship(SHIPPED, int(seed), parsed, progress)}")
 
 
 def write_model(directory: Path, seed: int, recipe: WarmStartRecipe, progress: Progress) -> None:
     """Warm-start a model, evaluate it on held-out questions, and write it with prompts and a model card."""
     done = warm_start(recipe, seed, progress)
-    evaluated = judged(done.model.eval(), build_tokenizer(), seed)
+    done.model.half().float()  # so that a shipped model is the same as one that was made here
+    save(done.model, directory)
+    evaluated = evaluate(directory, seed)
     metrics = evaluated["metrics"]
     progress(f"warm start: done, {metrics['sampled_accuracy']:.3f} of sampled answers are correct (held-out questions)")
-    save(done.model, directory)
-    rows = training_prompts(seed, NUM_PROMPTS)
-    (directory / PROMPTS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _write_prompts(directory, seed)
     (directory / "MODEL_CARD.md").write_text(_card(done, seed, recipe, metrics))
     write_known(directory, EVALUATION, seed, evaluated)
+
+
+def _write_prompts(directory: Path, seed: int) -> None:
+    rows = training_prompts(seed, NUM_PROMPTS)
+    (directory / PROMPTS).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _card(done: WarmStarted, seed: int, recipe: WarmStartRecipe, metrics: Mapping[str, float]) -> str:
@@ -223,7 +298,7 @@ def _card(done: WarmStarted, seed: int, recipe: WarmStartRecipe, metrics: Mappin
     measured = "\n".join(f"| {name} | {value} |" for name, value in metrics.items())
     return f"""# StreamRL demo policy, warm-started
 
-A Qwen2 model of {size:,} parameters, initialized at random and trained on this machine; nothing was downloaded.
+A Qwen2 model of {size:,} parameters, initialized at random and trained by StreamRL on solutions that it made up.
 
 - Task: sums of three or four two-digit numbers, and products of a two-digit number and a digit. One question in
   {HELD_OUT_ONE_IN} is held out, chosen by operator and numbers regardless of their order.

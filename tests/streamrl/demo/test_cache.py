@@ -1,3 +1,5 @@
+import hashlib
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -5,15 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.demo.evaluation import evaluate
+from streamrl.demo.evaluation import EVALUATION, evaluate
 from streamrl.demo.warm_start import (
+    EVALUATED,
+    MADE,
     NUM_PROMPTS,
     PROMPTS,
+    SHIPPED,
+    WEIGHTS,
     ModelShape,
     WarmStartRecipe,
     ensure_warm_started_model,
     make_once,
+    model_directory,
+    ship,
+    unpack,
 )
+from streamrl.deploy.local.evaluation import known_evaluation
 from streamrl.schemas.errors import ModelError
 from tests.progress import calm_s
 
@@ -42,6 +52,35 @@ def test_a_cached_model_is_complete_and_comes_back_at_once(tmp_path: Path) -> No
     assert all(f"| {name} | {value} |" in card for name, value in judged["metrics"].items())
     assert judged["metrics"]["accuracy"] < 0.05
     assert {"prompt", "completion", "answer", "style", "correct", "tokens"} == judged["samples"][0].keys()
+
+
+def test_a_shipped_model_is_the_recipes_and_taken_without_training(tmp_path: Path) -> None:
+    shipped = SHIPPED / model_directory(tmp_path, 0).name
+    assert shipped.is_dir(), "the recipe has changed; run python -m streamrl.demo.warm_start, and commit what it writes"
+    conditions = json.loads((shipped / MADE).read_text())
+    assert hashlib.sha256((shipped / WEIGHTS).read_bytes()).hexdigest() == conditions["weights_sha256"]
+    assert [folder.name for folder in SHIPPED.iterdir()] == [shipped.name]
+
+    lines: list[str] = []
+    made = ensure_warm_started_model(tmp_path, 0, lines.append)
+    assert lines == ["warm start: done before, and shipped with StreamRL"]
+    assert len((made / PROMPTS).read_text().splitlines()) == NUM_PROMPTS
+    known, found = json.loads((shipped / EVALUATED).read_text()), evaluate(made, seed=0)
+    for name, value in known["metrics"].items():  # processors round differently, so some samples differ
+        assert found["metrics"][name] == pytest.approx(value, abs=0.03, rel=0.03), name
+    if (before := known_evaluation(EVALUATION, made, 0)) is not None:
+        assert before.metrics == known["metrics"]
+
+
+@pytest.mark.processes
+def test_a_shipped_model_is_the_same_as_one_that_is_trained(tmp_path: Path) -> None:
+    trained = ensure_warm_started_model(tmp_path, 3, lambda line: None, RECIPE)
+    shipped = ship(tmp_path / "shipped", 3, RECIPE, lambda line: None)
+    assert shipped.name == trained.name
+    unpack(shipped, tmp_path / "unpacked", 3)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "unpacked").iterdir()} == {
+        path.name: path.read_bytes() for path in trained.iterdir()
+    }
 
 
 @pytest.mark.processes
