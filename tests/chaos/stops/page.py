@@ -17,11 +17,14 @@ from unittest import mock
 import aiohttp
 
 from streamrl.bus.embedded.node import free_ports
+from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.memory import MemoryBus
 from streamrl.inspection.dashboard import server, shown
 from streamrl.inspection.dashboard.server import UPDATES
+from streamrl.inspection.diagnostics.connect import RunConnection
 from streamrl.observability.record_index.store import RecordIndex
 from streamrl.observability.run_state.feed import RunFeed
+from streamrl.observability.run_state.state import RunState
 from tests.chaos.stops.moment import Subject
 from tests.chaos.stops.relay import _port_left
 from tests.inspection.dashboard.served import RUN, _go_on
@@ -57,6 +60,9 @@ class Connection:
 
     async def with_run(self) -> "Connection":
         return self
+
+    def new_state(self) -> RunState:
+        return RunConnection(KafkaSettings(), RUN).new_state()
 
 
 @dataclass

@@ -17,6 +17,7 @@ MOMENTS = {
     "coordinator": 2,
     "dispatcher": 2,
     "evaluator": 3,
+    "page": 2,
     "export": 2,
 }
 
