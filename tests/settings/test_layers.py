@@ -30,8 +30,6 @@ def test_a_setting_that_takes_only_text_keeps_it_as_written(text: str) -> None:
     """A container's host name may look like a number: 59e123456789."""
     for section, name in (("run", "name"), ("metrics", "host"), ("loop", "mode"), ("model", "path")):
         assert from_arguments([f"--{section}.{name}={text}"]) == {section: {name: text}}
-    held_out = from_arguments([f"--evaluation.data.math.path={text}"])
-    assert held_out == {"evaluation": {"data": {"math": {"path": text}}}}
     assert from_environment({"STREAMRL_METRICS__HOST": text}) == {"metrics": {"host": text}}
 
 

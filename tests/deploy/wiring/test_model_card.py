@@ -28,7 +28,6 @@ def settings_of(directory: Path, **more: Any) -> Settings:
         "model": {"path": "Qwen/Qwen3-0.6B"},
         "data": {"path": "openai/gsm8k"},
         "training": {"learning_rate": 5e-06, "max_steps": 40, "device": "cpu", "threads": 1},
-        "evaluation": {"data": {"held_out": {"path": "openai/gsm8k", "split": "test"}}, "samples": 2},
     }
     return load_settings(None, [], tree | more)
 
@@ -67,8 +66,6 @@ def test_a_card_says_what_was_trained_with_what_and_how_to_load_it(tmp_path: Pat
         "| step | 20 of 40 (1-20) |",
         "| pass@1 at step 0 | 0.250 |",
         "| pass@1 at step 20 | 0.500 |",
-        "Conditions: 64 prompts of held_out, 2 samples of each, temperature 1. "
-        "Evaluated before this checkpoint (step 20) was written.",
         'model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")',
         "| training.max_steps | 40 |",
     ):
@@ -87,7 +84,7 @@ def test_a_card_has_no_result_of_weights_that_a_crash_undid(tmp_path: Path) -> N
 def test_what_the_hub_does_not_know_is_not_in_the_front_matter(tmp_path: Path) -> None:
     local = tmp_path / "own" / "model"
     local.mkdir(parents=True)
-    settings = settings_of(tmp_path, model={"path": str(local)}, data={"path": str(tmp_path / "own")}, evaluation={})
+    settings = settings_of(tmp_path, model={"path": str(local)}, data={"path": str(tmp_path / "own")})
     card = ModelCard(model_card(settings, manifest_of(1, 3)))
     assert not card.data.to_dict().keys() & {"base_model", "datasets"}
     assert f"| model | {local} |" in card.text
