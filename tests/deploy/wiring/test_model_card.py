@@ -1,6 +1,5 @@
 """The README.md of a checkpoint, as the hub and people read it."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from streamrl.consumers.training.checkpoints.storage import open_storage
 from streamrl.consumers.training.checkpoints.store import CheckpointStore
 from streamrl.consumers.training.policy import PolicyPaths, TrainedPolicy
 from streamrl.deploy.wiring.model_card import model_card
-from streamrl.schemas.evaluation import EVALUATED, PROMPTS
-from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.settings.loading import load_settings
 from streamrl.settings.tree import Settings
 from tests.consumers.training.checkpoints.damaged_storage import manifest_of
@@ -32,25 +29,7 @@ def settings_of(directory: Path, **more: Any) -> Settings:
     return load_settings(None, [], tree | more)
 
 
-def evaluate(directory: Path, results: dict[str, float]) -> None:
-    """The lines of the evaluator, by version; a step's line stands between them."""
-    (directory / "mine").mkdir()
-    lines = [
-        {
-            "step": PolicyVersion.parse(version).number,
-            "time": 1.0,
-            EVALUATED: version,
-            PROMPTS: 64,
-            "eval/pass@1": value,
-        }
-        for version, value in results.items()
-    ]
-    text = "".join(json.dumps(line) + "\n" for line in [*lines, {"step": 1, "time": 1.0, "reward": 0.5}])
-    (directory / "mine" / "metrics.jsonl").write_text(text + f'{{"{EVALUATED}": "1-')
-
-
 def test_a_card_says_what_was_trained_with_what_and_how_to_load_it(tmp_path: Path) -> None:
-    evaluate(tmp_path, {"1-0": 0.25, "1-20": 0.5})
     card = ModelCard(model_card(settings_of(tmp_path), manifest_of(1, 20)))
     front = card.data.to_dict()
     assert front["base_model"] == "Qwen/Qwen3-0.6B"
@@ -64,21 +43,11 @@ def test_a_card_says_what_was_trained_with_what_and_how_to_load_it(tmp_path: Pat
         "| algorithm | grpo |",
         "| learning rate | 5e-06, constant |",
         "| step | 20 of 40 (1-20) |",
-        "| pass@1 at step 0 | 0.250 |",
-        "| pass@1 at step 20 | 0.500 |",
         'model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")',
         "| training.max_steps | 40 |",
     ):
         assert line in card.text.splitlines(), line
     assert "| torch | " in card.text
-
-
-def test_a_card_has_no_result_of_weights_that_a_crash_undid(tmp_path: Path) -> None:
-    evaluate(tmp_path, {"1-0": 0.25, "1-20": 0.5, "1-30": 0.9, "2-25": 0.6, "2-40": 0.7})
-    text = model_card(settings_of(tmp_path), manifest_of(2, 35, PolicyVersion(1, 22)))
-    assert "| pass@1 at step 25 | 0.600 |" in text
-    assert "0.900" not in text
-    assert "0.700" not in text
 
 
 def test_what_the_hub_does_not_know_is_not_in_the_front_matter(tmp_path: Path) -> None:
