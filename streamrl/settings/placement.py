@@ -127,7 +127,7 @@ def for_machine(settings: Settings, machine: Machine) -> Settings:
     """The settings with better defaults for this machine. Settings that the user gave are kept.
 
     With CUDA devices the defaults are bfloat16, gradient checkpointing, as many workers as fit on the devices, and each
-    engine's share of a shared device's memory. On CPUs they are a trainer on all cores if workers wait while it computes.
+    engine's share of a shared device's memory. On CPUs, the trainer of a synchronous run gets all cores.
 
     Raises:
         SettingsError: the processes cannot be placed, see ``place``.
