@@ -289,10 +289,13 @@ def _notes_on(source: PromptSource, template: str) -> list[str]:
     # LaTeX has names in braces after a command, as in \boxed{answer}
     named = set(re.findall(r"(?<![A-Za-z])\{(\w+)\}", template))
     unfilled = ", ".join(f"{{{name}}}" for name in source.columns if name in named)
+    # Other loops give these to the chat template, as this one gives it the column of tools.
+    unseen = ", ".join(name for name in source.columns if name in ("functions", "documents"))
     return [
         *([source.left_out] if source.left_out else []),
         *([f"rewards get the bytes of column {binary} as base64 text"] if binary else []),
         *([f"data.prompt_template replaces {PLACEHOLDER} alone: {unfilled} stays as it is"] if unfilled else []),
+        *([f"rewards get column {unseen}, the model does not see it; put it into the prompts"] if unseen else []),
     ]
 
 

@@ -124,6 +124,14 @@ def test_a_template_that_names_other_columns_is_noted(task: Any) -> None:
     assert prompts.notes == ["data.prompt_template replaces {prompt} alone: {level} stays as it is"]
 
 
+def test_a_column_that_other_loops_show_to_the_model_is_noted(task: Any) -> None:
+    settings = task(["short"])
+    Path("p.jsonl").write_text('{"prompt": "ab", "documents": ["d"], "answer": "7"}\n')
+    assert SampledPrompts(settings).notes == [
+        "rewards get column documents, the model does not see it; put it into the prompts"
+    ]
+
+
 def test_a_pointless_run_is_refused_with_one_of_the_prompts_that_cannot_be_sampled(task: Any) -> None:
     with pytest.raises(ModelError, match=r"3 of 3 prompts that would be refused: 3 longer than 127 tokens; p/.*128"):
         checked(task(["x" * 128] * 3))
