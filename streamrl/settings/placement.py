@@ -20,7 +20,7 @@ from streamrl.settings.features import standbys
 from streamrl.settings.tree import Settings
 
 MOST_TRAINER_THREADS = 8
-"""Most CPU threads of a trainer that got no number of them: they cast and write weights, which memory speed limits."""
+"""Most CPU threads of a trainer that computes on a device. They cast and write weights, which memory speed limits."""
 MEMORY_SHARE = 0.9
 """Share of a device's memory for all its engines together. It is vLLM's default ``gpu_memory_utilization``."""
 
@@ -124,10 +124,10 @@ def samples_on_cuda(settings: Settings, machine: Machine) -> bool:
 
 
 def for_machine(settings: Settings, machine: Machine) -> Settings:
-    """The settings with better defaults for this machine. Settings that the user gave are kept.
+    """The settings with better defaults for the machine's CUDA devices. Settings that the user gave are kept.
 
-    With CUDA devices the defaults are bfloat16, gradient checkpointing, as many workers as fit on the devices, and each
-    engine's share of a shared device's memory. On CPUs, the trainer of a synchronous run gets all cores.
+    The defaults are bfloat16, gradient checkpointing, as many workers as fit on the devices, and each engine's share of
+    a shared device's memory.
 
     Raises:
         SettingsError: the processes cannot be placed, see ``place``.
@@ -137,10 +137,6 @@ def for_machine(settings: Settings, machine: Machine) -> Settings:
     if trains_on_cuda(settings, machine):
         dtype = "bfloat16" if has_bfloat16 else None
         settings = _with(settings, "training", dtype=dtype, gradient_checkpointing=True)
-    elif settings.loop.mode == "synchronous" and settings.training.backend == "torch":
-        # Set and not only placed, since a replay has to compute with the same number.
-        threads = min(MOST_TRAINER_THREADS, machine.cores // trainer_ranks(settings))
-        settings = _with(settings, "training", threads=max(1, threads))
     if samples_on_cuda(settings, machine):
         dtype = "bfloat16" if has_bfloat16 else None
         # Only vLLM allocates its cache at the start. An engine that has a device alone keeps vLLM's default.

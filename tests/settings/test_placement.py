@@ -101,20 +101,6 @@ def test_threads_are_as_set_or_the_trainers_share_of_the_cores_next_to_a_device(
     assert (environment["OMP_NUM_THREADS"], environment["MKL_NUM_THREADS"]) == ("3", "3")
 
 
-def test_a_synchronous_trainer_on_cpus_gets_the_cores_that_workers_leave_while_it_computes() -> None:
-    def threads(*arguments: str, cores: int = 2, devices: int = 0) -> tuple[int, int]:
-        settings, placement = fitted(devices, "--loop.mode=synchronous", *arguments, cores=cores)
-        return settings.training.threads, placement.trainer.threads
-
-    assert threads() == (2, 2)
-    assert threads(cores=64) == (8, 8)
-    assert threads("--training.ranks=2", cores=4) == (2, 2)
-    assert threads("--training.ranks=4") == (1, 1)
-    assert threads("--training.threads=1") == (1, 1)
-    assert threads("--training.backend=emulated", "--generation.engine=emulated") == (0, 1)
-    assert threads(devices=2, cores=64)[0] == 0
-
-
 def test_a_single_device_is_shared_and_engines_divide_its_memory() -> None:
     settings, placement = fitted(1, "--run.workers=2")
     assert (placement.trainer.devices, [worker.devices for worker in placement.workers]) == ((0,), [(0,), (0,)])
