@@ -168,7 +168,8 @@ def line(one: dict[str, Any]) -> str:
 
 def held_out_accuracy(model: Path, seed: int) -> float:
     """Share of the demo's held-out questions that a model answers rightly, greedily."""
-    return round(share_correct(solve(model, held_out_questions(seed, NUM_HELD_OUT))), 4)
+    greedily = [(question, None) for question in held_out_questions(seed, NUM_HELD_OUT)]
+    return round(share_correct(solve(model, greedily)), 4)
 
 
 def curve_of(rewards: Sequence[float], points: int = POINTS) -> list[float]:

@@ -96,8 +96,13 @@ def _conditions(model: Path, function: str, seed: int) -> dict[str, Any]:
         "seed": seed,
         "weights": files_fingerprint({path.name: path for path in model.glob("*.safetensors")}),
         "source": files_fingerprint({path.name: path for path in source.glob("*.py")}),
-        "libraries": [package_version(each) for each in ("torch", "transformers")],
+        "libraries": libraries(),
     }
+
+
+def libraries() -> list[str | None]:
+    """Names and versions of the libraries on which results depend."""
+    return [package_version(each) for each in ("torch", "transformers")]
 
 
 def main(function: str, model: str, seed: str, output: str) -> None:

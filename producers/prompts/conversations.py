@@ -39,7 +39,7 @@ def turns_in(prompt: Any) -> str | list[dict[str, Any]]:
         NotWhole: it is neither, or a turn has a part that is not text.
     """
     if isinstance(prompt, str):
-        if is_blank(prompt):
+        if _is_blank(prompt):
             raise NotWhole("an empty text")
         if _PARTS.match(prompt):
             raise NotWhole("a list of content parts as text; put it into a turn, or join the parts' texts")
@@ -56,12 +56,12 @@ def turns_in(prompt: Any) -> str | list[dict[str, Any]]:
     turns = [_turn(turn, number) for number, turn in enumerate(prompt, start=1)]
     if turns[-1]["role"] == "system":
         raise NotWhole(f"a turn of role system as the last turn ({len(turns)})")
-    if turns[-1]["role"] == "user" and is_blank(turns[-1]["content"]):
+    if turns[-1]["role"] == "user" and _is_blank(turns[-1]["content"]):
         raise NotWhole(f"an empty text as turn {len(turns)}")
     return turns
 
 
-def is_blank(text: str) -> bool:
+def _is_blank(text: str) -> bool:
     """Whether a text shows nothing: it has only spaces, and characters of no width."""
     return not any(char.isprintable() and not char.isspace() for char in text)
 

@@ -43,8 +43,8 @@ class Solution:
     tokens: int
 
 
-def solve(model: Path, questions: Sequence[Question], seeds: Sequence[int] | None = None) -> list[Solution]:
-    """The most likely solution of each question, or one sampled with its seed at temperature 1; at most 48 tokens each.
+def solve(model: Path, asked: Sequence[tuple[Question, int | None]]) -> list[Solution]:
+    """A solution of at most 48 tokens for each question: sampled at temperature 1 with its seed, or the most likely.
 
     The built-in engine's decoder samples them on one thread, as in a worker.
     """
@@ -59,15 +59,14 @@ def solve(model: Path, questions: Sequence[Question], seeds: Sequence[int] | Non
     # In so small a model, several threads wait for each other longer than they compute.
     decoder = SlotDecoder(str(model), GenerationSettings(max_num_seqs=BATCH_SIZE, threads=1, dtype="float32"))
     decoder.load()
-    sampling = SamplingParams(max_completion_length=MAX_COMPLETION_TOKENS, temperature=0.0 if seeds is None else 1.0)
-    completions = [
-        ActiveCompletion(GenerationRequest(f"{number}", ids, sampling), MAX_COMPLETION_TOKENS, seed)
-        for number, (ids, seed) in enumerate(
-            zip(tokenizer([one.text for one in questions])["input_ids"], seeds or [0] * len(questions), strict=True)
-        )
-    ]
-    for completion in completions:
-        decoder.queue(completion)
+    questions, completions = [question for question, _ in asked], list[ActiveCompletion]()
+    sampled = SamplingParams(max_completion_length=MAX_COMPLETION_TOKENS)
+    likeliest = sampled.model_copy(update={"temperature": 0.0})
+    prompts = tokenizer([question.text for question in questions])["input_ids"]
+    for number, (ids, (_, seed)) in enumerate(zip(prompts, asked, strict=True)):
+        request = GenerationRequest(f"{number}", ids, likeliest if seed is None else sampled)
+        completions.append(ActiveCompletion(request, MAX_COMPLETION_TOKENS, seed or 0))
+        decoder.queue(completions[-1])
     while decoder.busy:
         decoder.step()
     decoder.close()
@@ -111,10 +110,10 @@ def metrics_of(greedy: Sequence[Solution], rounds: Sequence[Sequence[Solution]])
 def evaluate(model: Path, seed: int) -> dict[str, Any]:
     """The demo's ``evaluation.function``: metrics on 512 held-out questions, and the first greedy solutions."""
     questions = held_out_questions(seed, NUM_HELD_OUT)
-    greedy = solve(model, questions)
     draw = random.Random(f"evaluation/{seed}")
     # The samples of a question one after the other, as they share a prefill.
-    asked = [question for question in questions[:NUM_SAMPLED] for _ in range(SAMPLES)]
-    sampled = solve(model, asked, [draw.getrandbits(63) for _ in asked])
+    samples = [(question, draw.getrandbits(63)) for question in questions[:NUM_SAMPLED] for _ in range(SAMPLES)]
+    solved = solve(model, [*((question, None) for question in questions), *samples])
+    greedy, sampled = solved[: len(questions)], solved[len(questions) :]
     metrics = metrics_of(greedy, [sampled[number::SAMPLES] for number in range(SAMPLES)])
     return {"metrics": metrics, "samples": [asdict(one) for one in greedy[:NUM_SHOWN]], "prompts": len(greedy)}

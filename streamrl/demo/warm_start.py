@@ -46,10 +46,9 @@ from streamrl.demo.task import (
     training_prompts,
     training_questions,
 )
-from streamrl.deploy.local.evaluation import KNOWN, write_known
+from streamrl.deploy.local.evaluation import KNOWN, libraries, write_known
 from streamrl.inspection.environment import device_name
 from streamrl.schemas.errors import ModelError
-from streamrl.schemas.fingerprints import package_version
 from streamrl.schemas.import_path import module_command
 
 Progress = Callable[[str], None]
@@ -165,7 +164,7 @@ def unpack(shipped: Path, directory: Path, seed: int) -> None:
     save_file(weights, directory / WEIGHTS, {"format": "pt"})
     _write_prompts(directory, seed)
     # Other versions of the libraries might sample other answers.
-    if json.loads((shipped / MADE).read_text())["libraries"] == _libraries():
+    if json.loads((shipped / MADE).read_text())["libraries"] == libraries():
         write_known(directory, EVALUATION, seed, json.loads((shipped / EVALUATED).read_text()))
 
 
@@ -178,13 +177,12 @@ def ship(folder: Path, seed: int, recipe: WarmStartRecipe, progress: Progress) -
         made = Path(scratch) / "model"
         made.mkdir()
         torch.set_num_threads(MAX_THREADS)
-        write_model(made, seed, recipe, progress)
+        evaluated = write_model(made, seed, recipe, progress)
         weights = {name: values.half() for name, values in load_file(made / WEIGHTS).items()}
         save_file(weights, made / WEIGHTS, {"format": "pt"})
-        evaluated = json.loads((made / KNOWN).read_text())["result"]
         (made / EVALUATED).write_text(json.dumps(evaluated, indent=1) + "\n")
         sha256 = hashlib.sha256((made / WEIGHTS).read_bytes()).hexdigest()
-        conditions = {"weights_sha256": sha256, "cpu": device_name("cpu"), "libraries": _libraries()}
+        conditions = {"weights_sha256": sha256, "cpu": device_name("cpu"), "libraries": libraries()}
         (made / MADE).write_text(json.dumps(conditions, indent=1) + "\n")
         for unshipped in (PROMPTS, KNOWN):
             (made / unshipped).unlink()
@@ -192,10 +190,6 @@ def ship(folder: Path, seed: int, recipe: WarmStartRecipe, progress: Progress) -
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(made, target)
     return target
-
-
-def _libraries() -> dict[str, str | None]:
-    return {name: package_version(name) for name in ("torch", "transformers")}
 
 
 def _train(directory: Path, seed: int, recipe: WarmStartRecipe, progress: Progress) -> None:
@@ -275,8 +269,8 @@ def main(directory: str = "", seed: str = "0", recipe: str = "{}") -> None:
         progress(f"written: {ship(SHIPPED, int(seed), parsed, progress)}")
 
 
-def write_model(directory: Path, seed: int, recipe: WarmStartRecipe, progress: Progress) -> None:
-    """Warm-start a model, evaluate it on held-out questions, and write it with prompts and a model card."""
+def write_model(directory: Path, seed: int, recipe: WarmStartRecipe, progress: Progress) -> dict[str, Any]:
+    """Warm-start a model and write it with prompts and a model card; returns its evaluation on held-out questions."""
     done = warm_start(recipe, seed, progress)
     done.model.half().float()  # so that a shipped model is the same as one that was made here
     save(done.model, directory)
@@ -286,6 +280,7 @@ def write_model(directory: Path, seed: int, recipe: WarmStartRecipe, progress: P
     _write_prompts(directory, seed)
     (directory / "MODEL_CARD.md").write_text(_card(done, seed, recipe, metrics))
     write_known(directory, EVALUATION, seed, evaluated)
+    return evaluated
 
 
 def _write_prompts(directory: Path, seed: int) -> None:

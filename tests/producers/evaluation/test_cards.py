@@ -15,7 +15,7 @@ from tests.deploy.wiring.test_model_card import settings_of
 HELD_OUT = {"data": {"held_out": {"path": "openai/gsm8k", "split": "test"}}, "samples": 2}
 
 
-@pytest.mark.parametrize("text", ["007", "1e5", "inf", "true", "2026-11-30", "[1]"])
+@pytest.mark.parametrize("text", ["007", "1e5", "59e123456789", "inf", "true", "2026-11-30", "[1]", "{a = 1}"])
 def test_the_path_of_a_held_out_set_is_kept_as_written(text: str) -> None:
     held_out = from_arguments([f"--evaluation.data.math.path={text}"])
     assert held_out == {"evaluation": {"data": {"math": {"path": text}}}}
