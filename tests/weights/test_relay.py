@@ -1,9 +1,12 @@
 import asyncio
 import os
 import shutil
+import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from threading import Event
+from typing import BinaryIO
 from urllib.parse import quote
 
 import pytest
@@ -17,6 +20,7 @@ from streamrl.bus.embedded.node import free_ports
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import WeightManifest
+from streamrl.weights.relay import server as relay_server
 from streamrl.weights.relay.copies import VersionCopy
 from streamrl.weights.relay.server import Relay, _answer_directory
 from streamrl.weights.settings import RelaySettings
@@ -55,6 +59,55 @@ async def test_a_file_is_served_whole_and_by_range(address: URL) -> None:
         async with session.get(address / "weights/1-3/model.safetensors", headers=headers) as response:
             assert response.status == 206
             assert await response.read() == CONTENT[99990:]
+
+
+@pytest.mark.parametrize(
+    ("asked", "answered"),
+    [
+        ("bytes=5-8", (206, f"bytes 5-8/{len(CONTENT)}", CONTENT[5:9])),
+        ("bytes=-3", (206, f"bytes {len(CONTENT) - 3}-{len(CONTENT) - 1}/{len(CONTENT)}", CONTENT[-3:])),
+        (f"bytes={len(CONTENT)}-", (416, f"bytes */{len(CONTENT)}", b"")),
+        ("bytes=9-5", (416, f"bytes */{len(CONTENT)}", b"")),
+        ("lines=1-2", (416, f"bytes */{len(CONTENT)}", b"")),
+    ],
+)
+async def test_a_range_is_answered_as_http_says(address: URL, asked: str, answered: tuple[int, str, bytes]) -> None:
+    url = address / "weights/1-3/model.safetensors"
+    async with ClientSession() as session, session.get(url, headers={"Range": asked}) as response:
+        body = await response.read() if response.status == 206 else b""
+        assert (response.status, response.headers["Content-Range"], body) == answered
+
+
+async def test_head_tells_the_size_and_sends_no_file(address: URL) -> None:
+    async with ClientSession() as session:
+        for _ in range(2):  # on one connection: bytes of a body would be taken for the next answer
+            async with session.head(address / "weights/1-3/model.safetensors") as response:
+                assert (response.status, response.content_length) == (200, len(CONTENT))
+
+
+async def test_a_file_that_opens_while_its_request_is_cancelled_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_opening, files = Event(), list[BinaryIO]()
+
+    def open_slowly(opened: ExitStack, path: Path) -> BinaryIO:
+        is_opening.set()
+        time.sleep(0.2)
+        files.append(opened.enter_context(path.open("rb")))
+        return files[0]
+
+    monkeypatch.setattr(relay_server, "_open_into", open_slowly)
+    app = Relay(WeightStore(fill(tmp_path)), RelaySettings()).application()
+    async with TestServer(app, handler_cancellation=True) as server:
+        async with ClientSession() as session:
+            asked = asyncio.create_task(session.get(server.make_url("/weights/1-3/model.safetensors")))
+            assert await asyncio.to_thread(is_opening.wait, 10)
+            asked.cancel()
+        for _ in range(100):
+            if files and files[0].closed:
+                break
+            await asyncio.sleep(0.05)
+    assert files[0].closed
 
 
 async def test_weights_of_an_arm_are_served_next_to_those_of_the_served_policy(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ import json
 import socket
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Protocol
+from typing import BinaryIO, Protocol
 from urllib.parse import quote
 
 import structlog
@@ -169,9 +169,9 @@ class Relay:
         await in_thread(store.keep, read := PolicyVersion.parse(version))
         try:
             file = await in_thread(ArrivingFile.there, path)
+            return await self._sent(request, file, store.lease(read))
         except FileNotFoundError:  # deleted after it was found and before it was kept
             raise _missing(version, name, is_gone=await in_thread(store.is_gone, version)) from None
-        return await self._sent(request, file, store.lease(read))
 
     async def _copied(self, request: web.Request, copies: RelayCopies, version: str, name: str) -> web.StreamResponse:
         try:
@@ -200,52 +200,71 @@ class Relay:
         *,
         is_settled: bool = True,
     ) -> web.StreamResponse:
-        """The file, or its requested range. ``is_settled``: it is whole, and will not be renamed."""
-        headers = {"Content-Type": "application/octet-stream"}
-        is_paced = self._pace.is_bounded and not _is_of_this_host(request)
-        if is_settled and not is_paced:
-            # It also answers Range, so that an interrupted download can continue.
-            return LeasedFile(arriving.path, headers, lease)
-        size, wanted = arriving.file.size, request.http_range
-        start, stop = wanted.start or 0, size if wanted.stop is None else min(wanted.stop, size)
-        if not 0 <= start <= stop:
-            raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{size}"})
+        """Send the file, or its requested range, so that an interrupted download can continue.
+
+        ``is_settled``: it is whole, and will not be renamed.
+
+        Raises:
+            FileNotFoundError: a settled file is not there; nothing was sent.
+        """
+        start, stop = _range_of(request, size := arriving.file.size)
         is_part = "Range" in request.headers
-        response = web.StreamResponse(status=206 if is_part else 200, headers=headers)
+        headers = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
         if is_part:
-            response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+        response = web.StreamResponse(status=206 if is_part else 200, headers=headers)
         response.content_length = stop - start
-        try:
-            await response.prepare(request)
-            with lease:
-                await self._stream(request, arriving, start, stop, is_paced=is_paced)
-            await response.write_eof()
-        except (ChecksumMismatch, ConnectionError) as error:
-            # The answer has started, so only a premature end can show the failure. The client then asks another relay.
-            log.info("answer broken off", file=arriving.file.name, error=str(error))
-            if request.transport is not None:
-                request.transport.abort()
+        with lease, ExitStack() as opened:
+            # In a thread, for a slow disk. Cancelled, in_thread() ends when the file is open, and the stack closes it.
+            file = await in_thread(_open_into, opened, arriving.path) if is_settled else None
+            try:
+                await response.prepare(request)
+                if request.method != "HEAD":
+                    file = file or await self._open_arriving(opened, arriving, start)
+                    await self._stream(request, arriving, file, start, stop)
+                await response.write_eof()
+            except (ChecksumMismatch, ConnectionError) as error:
+                # The answer has started, so only a premature end can show the failure. The client then asks another
+                # relay.
+                log.info("answer broken off", file=arriving.file.name, error=str(error))
+                if request.transport is not None:
+                    request.transport.abort()
         return response
 
-    async def _stream(
-        self, request: web.Request, arriving: ArrivingFile, at: int, stop: int, *, is_paced: bool
-    ) -> None:
-        if at < stop:
-            await arriving.beyond(at)
-        # Opened once: the path changes when the version is whole, and the file may be deleted while it is read. Not in
-        # a thread: the path could change before the thread opens it.
-        with arriving.path.open("rb") as file:
-            while at < stop:
-                size = min(await arriving.beyond(at), stop) - at
-                if is_paced:
-                    await self._pace.take(size := min(PIECE_BYTES, size))
-                if (transport := request.transport) is None or transport.is_closing():
-                    raise ConnectionResetError("the client has closed its connection")
-                # The kernel sends from the file's pages to the socket: this process would copy the bytes twice.
-                sent = await asyncio.get_running_loop().sendfile(transport, file, at, size)
-                if not sent:
-                    raise ConnectionResetError("the file is shorter than its manifest says")
-                at += sent
+    async def _open_arriving(self, opened: ExitStack, arriving: ArrivingFile, at: int) -> BinaryIO:
+        """Open the file once its bytes from ``at`` arrive. Once: its path changes, and it may be deleted while read."""
+        await arriving.beyond(at)
+        # Not in a thread: the path could change before the thread opens it.
+        return _open_into(opened, arriving.path)
+
+    async def _stream(self, request: web.Request, arriving: ArrivingFile, file: BinaryIO, at: int, stop: int) -> None:
+        is_paced = self._pace.is_bounded and not _is_of_this_host(request)
+        while at < stop:
+            size = min(await arriving.beyond(at), stop) - at
+            if is_paced:
+                await self._pace.take(size := min(PIECE_BYTES, size))
+            if (transport := request.transport) is None or transport.is_closing():
+                raise ConnectionResetError("the client has closed its connection")
+            # The kernel sends from the file's pages to the socket: this process would copy the bytes twice.
+            sent = await asyncio.get_running_loop().sendfile(transport, file, at, size)
+            if not sent:
+                raise ConnectionResetError("the file is shorter than its manifest says")
+            at += sent
+
+
+def _range_of(request: web.Request, size: int) -> tuple[int, int]:
+    """The first byte that is asked for, and the one after the last."""
+    try:
+        start, stop, _ = request.http_range.indices(size)
+    except ValueError:  # not a range of bytes
+        start = stop = 0
+    if start >= stop and "Range" in request.headers:
+        raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{size}"})
+    return start, stop
+
+
+def _open_into(opened: ExitStack, path: Path) -> BinaryIO:
+    return opened.enter_context(path.open("rb"))
 
 
 async def _answer_directory(request: web.Request, copy: VersionCopy) -> web.StreamResponse:
@@ -270,19 +289,6 @@ async def _answer_directory(request: web.Request, copy: VersionCopy) -> web.Stre
 
 def _quoted(path: Path) -> str:
     return quote(str(path.absolute()))
-
-
-class LeasedFile(web.FileResponse):
-    """A file whose version is leased until the file is sent."""
-
-    def __init__(self, path: Path, headers: dict[str, str], lease: AbstractContextManager[None]) -> None:
-        super().__init__(path, headers=headers)
-        self._lease = lease
-
-    async def prepare(self, request: web.BaseRequest) -> Any:
-        """Send it: aiohttp sends a file's body along with its headers."""
-        with self._lease:
-            return await super().prepare(request)
 
 
 @dataclass

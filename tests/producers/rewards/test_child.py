@@ -2,7 +2,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.producers.rewards.child import MAX_REASON, reason_of, reward_in
+from streamrl.producers.prompts.columns import ARGUMENTS
+from streamrl.producers.rewards.child import MAX_REASON, bind, reason_of, reward_in
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
@@ -35,3 +36,14 @@ def test_a_reason_is_one_bounded_line() -> None:
     reason = reason_of(ValueError("line\n" * 10_000))
     assert len(reason) <= MAX_REASON
     assert "\n" not in reason
+
+
+def test_columns_may_have_no_name_of_an_argument_that_a_function_gets_anyway() -> None:
+    passed = dict[str, object]()
+
+    def reward(**arguments: object) -> list[float]:
+        passed.update(arguments)
+        return [0.0]
+
+    bind(reward, "tests:reward")({"prompt": "2 + 2", "text": "4", "ids": b"", "columns": {"answer": "4"}})
+    assert set(passed) - {"answer"} == set(ARGUMENTS)
