@@ -39,7 +39,7 @@ PROMISES = (
         "producers/dispatch/state.py",
         "                self._decided_before[position] = probability\n",
         "                pass\n",
-        (f"{VALUE}/test_chooser.py::test_after_every_crash_no_position_is_decided_twice_or_left_out",),
+        (f"{VALUE}/test_chooser.py::test_a_prompt_that_was_chosen_and_not_sent_keeps_its_recorded_probability",),
     ),
     # Held-out rewards that raise are scored as 0 without a message.
     Mutant(

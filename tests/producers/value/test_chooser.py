@@ -7,6 +7,9 @@ import pytest
 
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Record
+from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.dispatch.state import DispatchState
+from streamrl.producers.lengths.predictor import ConstantLength
 from streamrl.producers.value.chooser import ValuedPrompts
 from streamrl.schemas.codec import encode
 from streamrl.schemas.errors import SettingsError
@@ -131,6 +134,23 @@ async def test_after_every_crash_no_position_is_decided_twice_or_left_out(seed: 
         if order is not None:
             assert order.chance is not None
             assert order.chance.probability == known[position]
+
+
+def test_a_prompt_that_was_chosen_and_not_sent_keeps_its_recorded_probability() -> None:
+    """Recorded_probability_decides."""
+    state = DispatchState(LOOP, DispatchSettings(), ConstantLength(LOOP), chooser=ValuedPrompts({}, 4, 0, ()))
+    # Of one plan, the longer prompt was sent first; then the dispatcher was killed.
+    state.restore(messages.work_order("d/0/4", position=4, decided=((2, 0.0), (3, 0.25), (4, 0.5))), now=0.0)
+    state.positions.find_unsent([])
+    state.resume(now=0.0)
+    assert 3 in state.positions.unsent
+    assert 2 not in state.positions.unsent
+    prompt, _ = CountedSource(PROMPTS).prompt_at(3)
+    is_ordered, chance = state.decide(3, prompt)
+    assert is_ordered
+    assert chance is not None
+    assert chance.probability == 0.25
+    assert state.decided == {3: 0.25}
 
 
 async def test_a_restarted_dispatcher_decides_as_the_one_before() -> None:
