@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from streamrl.producers.rewards import mathematics
@@ -109,6 +109,7 @@ def test_a_fraction_is_itself_in_any_form(one: Fraction, other: Fraction, said: 
 )
 def test_a_formula_is_no_part_of_it_and_no_other_of_its_form(form: str, numbers: list[int], said: str) -> None:
     first, second, *others = sorted(numbers)
+    assume("sqrt" not in form or first**2 != second)  # 2 times the root of 4 is 4, and so a part of it
     gold = form.format(first, second)
     assert paid(said.format(gold), gold) == 1.0
     for part in (first, second, form.format(*others)):
