@@ -110,10 +110,11 @@ def test_training_costs_are_measured_separately() -> None:
     assert max(abs(one.error) for one in fitted) < 1e-4
 
 
+@pytest.mark.parametrize("mean", [0.0, 3.0])  # with 3, columns are alike, and a coefficient falls back to 0
 @pytest.mark.parametrize("seed", range(20))
-def test_coefficients_are_the_best_among_those_that_are_not_negative(seed: int) -> None:
+def test_coefficients_are_the_best_among_those_that_are_not_negative(seed: int, mean: float) -> None:
     chance = np.random.default_rng(seed)
-    rows, values = chance.normal(size=(12, 4)), chance.uniform(0.5, 2.0, 12)
+    rows, values = chance.normal(mean, size=(12, 4)), chance.uniform(0.5, 2.0, 12)
     found = nonnegative(rows, values)
     weighted = rows / values[:, None]
     slope = weighted.T @ (1.0 - weighted @ found)

@@ -1,7 +1,9 @@
 import asyncio
+import hashlib
 import os
 import shutil
 import time
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -17,11 +19,11 @@ from hypothesis import strategies as st
 from yarl import URL
 
 from streamrl.bus.embedded.node import free_ports
-from streamrl.schemas.errors import UserError
+from streamrl.schemas.errors import ChecksumMismatch, UserError
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.weights import WeightManifest
+from streamrl.schemas.weights import WeightFile, WeightManifest
 from streamrl.weights.relay import server as relay_server
-from streamrl.weights.relay.copies import VersionCopy
+from streamrl.weights.relay.copies import ArrivingFile, VersionCopy
 from streamrl.weights.relay.server import Relay, _answer_directory
 from streamrl.weights.settings import RelaySettings
 from streamrl.weights.store import WeightStore
@@ -127,6 +129,41 @@ async def test_weights_of_an_arm_are_served_next_to_those_of_the_served_policy(t
         ):
             async with session.get(URL(str(server.make_url("/")) + path, encoded=True)) as response:
                 assert (path, response.status) == (path, status)
+
+
+def test_a_file_that_is_damaged_as_a_whole_starts_again(tmp_path: Path) -> None:
+    content, wrong = os.urandom(10), os.urandom(10)
+    file = WeightFile(name="a.json", size=10, sha256=hashlib.sha256(content).hexdigest())
+    arriving = ArrivingFile(file, tmp_path / file.name)
+    arriving.resume()
+    arriving.arrived(arriving.append(memoryview(wrong), "there"))
+    with pytest.raises(ChecksumMismatch, match=r"expected sha256 .* of a\.json at there"):
+        arriving.finish("there")
+    assert (arriving.have, arriving.is_whole, arriving.next_chunk()) == (0, False, 10)
+    arriving.arrived(arriving.append(memoryview(content), "there"))
+    arriving.finish("there")
+    assert arriving.is_whole
+    assert arriving.path.read_bytes() == content
+
+
+def test_after_a_crash_only_the_good_chunks_before_the_first_damaged_one_are_kept(tmp_path: Path) -> None:
+    content = os.urandom(10)
+    chunks = [content[at : at + 4] for at in range(0, 10, 4)]
+    file = WeightFile(
+        name="a.json",
+        size=10,
+        sha256=hashlib.sha256(content).hexdigest(),
+        chunk_bytes=4,
+        chunk_crc32="".join(f"{zlib.crc32(chunk):08x}" for chunk in chunks),
+    )
+    arriving = ArrivingFile(file, tmp_path / file.name)
+    arriving.path.write_bytes(content[:4] + b"...." + content[8:])
+    arriving.resume()
+    assert (arriving.have, arriving.path.read_bytes()) == (4, content[:4])
+    for chunk in chunks[1:]:
+        arriving.arrived(arriving.append(memoryview(chunk), "there"))
+    arriving.finish("there")
+    assert arriving.path.read_bytes() == content
 
 
 async def test_only_complete_versions_are_served(address: URL) -> None:

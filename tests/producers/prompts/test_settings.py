@@ -28,6 +28,7 @@ def test_a_bare_number_in_a_mixture_is_a_weight() -> None:
         ({"dataset": "../up"}, "dataset"),
         ({"path": "a.csv", "prompt_column": "q", "answer_column": "q"}, "got the prompt's column 'q'"),
         ({"mixture": {"gcd": 0}}, "greater than 0"),
+        ({"mixture": {"gcd": 1}, "options": {"a": 1}}, "inside each data set of data.mixture"),
         (
             {"dataset": "gcd", "chat_template_kwargs": {"tokenize": True}},
             "template, got arguments of apply_chat_template: tokenize",

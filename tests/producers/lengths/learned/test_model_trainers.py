@@ -2,6 +2,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from streamrl.producers.lengths.learned.model import load_newest
 from streamrl.producers.lengths.learned.model_store import ModelStore
@@ -28,6 +29,19 @@ RULES = FitRules(min_samples=64, refit_every=64, reservoir_size=256, refit_s=0.3
 
 def _settings(folder: Path, predictor: str, **more: object) -> LengthSettings:
     return LengthSettings.model_validate({"predictor": predictor, "refit": "process", "model_dir": folder} | more)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"predictor": "language_model"}, "expected lengths.model_dir .* language_model and refit .*, got none"),
+        ({"predictor": "learned", "refit": "process"}, "expected lengths.model_dir .* learned and refit process"),
+        ({"refit": "process", "model_dir": "m"}, "learned or language_model .*refit process, got observed_quantiles"),
+    ],
+)
+def test_a_model_that_is_fitted_elsewhere_needs_a_place(values: dict[str, str], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        LengthSettings.model_validate(values)
 
 
 def _teach(trainer: ModelTrainer, count: int, start: int = 0) -> None:
