@@ -8,6 +8,8 @@ from aiohttp.typedefs import Handler
 
 from streamrl.bus.waiting import to_its_end, wait_for_tasks
 
+CLIENT_LEFT = 499
+"""The status that servers commonly log for a request whose client closed the connection."""
 TURNS = 10
 """Turns of the event loop to wait at the end of a server.
 
@@ -49,7 +51,13 @@ class OpenRequests:
         assert task is not None, "aiohttp answers within tasks"
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return await handler(request)
+        try:
+            return await handler(request)
+        except ConnectionError:
+            if (transport := request.transport) is not None and not transport.is_closing():
+                raise  # another connection, of the handler itself
+            # Its client has left, which is no error here: aiohttp would log a traceback. This answer is dropped.
+            return web.Response(status=CLIENT_LEFT)
 
     async def end(self) -> None:
         """Close the application's server and all its connections. Returns when none of its requests is running.

@@ -73,6 +73,50 @@ async def test_a_request_that_ends_as_its_time_is_over_ends_well(caplog: pytest.
     assert not caplog.records
 
 
+async def test_a_client_that_leaves_as_its_connection_opens_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    asked, gone = asyncio.Event(), asyncio.Event()
+    raised = list[type[Exception]]()
+
+    async def open_socket(request: web.Request) -> web.WebSocketResponse:
+        asked.set()
+        await gone.wait()
+        await until(lambda: request.transport is None or request.transport.is_closing())
+        websocket = web.WebSocketResponse()
+        try:
+            await websocket.prepare(request)
+        except ConnectionError as error:
+            raised.append(type(error))
+            raise
+        return websocket
+
+    app = web.Application()
+    app.router.add_get("/", open_socket)
+    requests = await served(app, 0.2)
+    async with aiohttp.ClientSession() as session:
+        asking = asyncio.create_task(session.ws_connect(f"http://127.0.0.1:{requests.runner.addresses[0][1]}/"))
+        await asked.wait()
+        asking.cancel()
+    gone.set()
+    await until(lambda: bool(raised))
+    await requests.end()
+    assert len(raised) == 1
+    assert not caplog.records
+
+
+async def test_a_handlers_own_lost_connection_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def forward(_request: web.Request) -> web.Response:
+        raise ConnectionResetError("the next server")
+
+    app = web.Application()
+    app.router.add_get("/", forward)
+    requests = await served(app, 0.2)
+    url = f"http://127.0.0.1:{requests.runner.addresses[0][1]}/"
+    async with aiohttp.ClientSession() as session, session.get(url) as response:
+        assert response.status == 500
+    await requests.end()
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
 async def turns(count: int) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
