@@ -25,6 +25,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from streamrl.bus.serving import CLIENT_LEFT
 from streamrl.producers.gateway.answers import AnswerShape, public_headers
 from streamrl.producers.gateway.calls import DATASET, CompletionCall, Requester, RunningCall
 from streamrl.producers.gateway.feedback import FeedbackDesk
@@ -175,7 +176,7 @@ class Guard:
             log.exception("a request failed", path=scope["path"])
         finally:
             route = getattr(scope.get("route"), "path", "other")
-            self.observer.answered(route, status or 499, time.monotonic() - started_at)
+            self.observer.answered(route, status or CLIENT_LEFT, time.monotonic() - started_at)
 
     def _check(self, headers: Mapping[str, str]) -> None:
         host, origin = headers.get("host", ""), headers.get("origin")

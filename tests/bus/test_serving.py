@@ -21,6 +21,10 @@ async def served(app: web.Application, grace_s: float) -> OpenRequests:
     return requests
 
 
+def url_of(requests: OpenRequests) -> str:
+    return f"http://127.0.0.1:{requests.runner.addresses[0][1]}/"
+
+
 async def test_no_request_outlives_its_server() -> None:
     """One that is in a thread takes longer than the server waits for it, and ends before the server has."""
     begun, free, ended = threading.Event(), threading.Event(), list[str]()
@@ -38,7 +42,7 @@ async def test_no_request_outlives_its_server() -> None:
     app.router.add_get("/", slow)
     requests = await served(app, 0.05)
     async with aiohttp.ClientSession() as session:
-        asking = asyncio.create_task(session.get(f"http://127.0.0.1:{requests.runner.addresses[0][1]}/"))
+        asking = asyncio.create_task(session.get(url_of(requests)))
         await until(begun.is_set)
         asyncio.get_running_loop().call_later(0.3, free.set)
         ending = asyncio.create_task(requests.end())
@@ -63,7 +67,7 @@ async def test_a_request_that_ends_as_its_time_is_over_ends_well(caplog: pytest.
     app.router.add_get("/", answered)
     requests = await served(app, 0.2)
     async with aiohttp.ClientSession() as session:
-        asking = asyncio.create_task(session.get(f"http://127.0.0.1:{requests.runner.addresses[0][1]}/"))
+        asking = asyncio.create_task(session.get(url_of(requests)))
         await asked.wait()
         ending = asyncio.create_task(requests.end())
         await asyncio.sleep(0.05)
@@ -93,7 +97,7 @@ async def test_a_client_that_leaves_as_its_connection_opens_is_no_error(caplog: 
     app.router.add_get("/", open_socket)
     requests = await served(app, 0.2)
     async with aiohttp.ClientSession() as session:
-        asking = asyncio.create_task(session.ws_connect(f"http://127.0.0.1:{requests.runner.addresses[0][1]}/"))
+        asking = asyncio.create_task(session.ws_connect(url_of(requests)))
         await asked.wait()
         asking.cancel()
     gone.set()
@@ -110,8 +114,7 @@ async def test_a_handlers_own_lost_connection_is_an_error(caplog: pytest.LogCapt
     app = web.Application()
     app.router.add_get("/", forward)
     requests = await served(app, 0.2)
-    url = f"http://127.0.0.1:{requests.runner.addresses[0][1]}/"
-    async with aiohttp.ClientSession() as session, session.get(url) as response:
+    async with aiohttp.ClientSession() as session, session.get(url_of(requests)) as response:
         assert response.status == 500
     await requests.end()
     assert [record.levelname for record in caplog.records] == ["ERROR"]

@@ -270,6 +270,17 @@ async def test_a_file_is_found_once_its_version_is_complete(tmp_path: Path) -> N
         assert await asking[0] == content
 
 
+async def test_a_whole_copy_that_was_deleted_at_once_is_not_found(tmp_path: Path) -> None:
+    async with network(tmp_path, 1) as net, ClientSession() as session:
+        await net.announce(net.write(FIRST, os.urandom(1000)))
+        await net.whole(FIRST)
+        copies = net.hosts[0].relay.copies
+        assert copies is not None
+        shutil.rmtree(copies.root / str(FIRST))
+        async with session.get(f"{net.hosts[0].tier.me.address}/weights/1-1/model.safetensors") as response:
+            assert (response.status, "no 'model.safetensors'" in await response.text()) == (404, True)
+
+
 async def test_a_relay_says_what_it_holds_and_that_it_leaves(tmp_path: Path) -> None:
     async with network(tmp_path, 1) as net:
         await net.announce(net.write(FIRST, os.urandom(1000)))

@@ -190,7 +190,10 @@ class Relay:
                 return await _answer_directory(request, copy)
         if (arriving := copy.files.get(name)) is None:
             raise _missing(version, name, is_gone=False)
-        return await self._sent(request, arriving, lease, is_settled=copy.is_whole)
+        try:
+            return await self._sent(request, arriving, lease, is_settled=copy.is_whole)
+        except FileNotFoundError:  # another run's copies are deleted at once
+            raise _missing(version, name, is_gone=copies.is_gone(wanted)) from None
 
     async def _sent(
         self,
@@ -220,7 +223,7 @@ class Relay:
             try:
                 await response.prepare(request)
                 if request.method != "HEAD":
-                    file = file or await self._open_arriving(opened, arriving, start)
+                    file = file or await _open_arriving(opened, arriving, start)
                     await self._stream(request, arriving, file, start, stop)
                 await response.write_eof()
             except (ChecksumMismatch, ConnectionError) as error:
@@ -230,12 +233,6 @@ class Relay:
                 if request.transport is not None:
                     request.transport.abort()
         return response
-
-    async def _open_arriving(self, opened: ExitStack, arriving: ArrivingFile, at: int) -> BinaryIO:
-        """Open the file once its bytes from ``at`` arrive. Once: its path changes, and it may be deleted while read."""
-        await arriving.beyond(at)
-        # Not in a thread: the path could change before the thread opens it.
-        return _open_into(opened, arriving.path)
 
     async def _stream(self, request: web.Request, arriving: ArrivingFile, file: BinaryIO, at: int, stop: int) -> None:
         is_paced = self._pace.is_bounded and not _is_of_this_host(request)
@@ -253,7 +250,7 @@ class Relay:
 
 
 def _range_of(request: web.Request, size: int) -> tuple[int, int]:
-    """The first byte that is asked for, and the one after the last."""
+    """The first requested byte, and the one after the last."""
     try:
         start, stop, _ = request.http_range.indices(size)
     except ValueError:  # not a range of bytes
@@ -265,6 +262,13 @@ def _range_of(request: web.Request, size: int) -> tuple[int, int]:
 
 def _open_into(opened: ExitStack, path: Path) -> BinaryIO:
     return opened.enter_context(path.open("rb"))
+
+
+async def _open_arriving(opened: ExitStack, arriving: ArrivingFile, at: int) -> BinaryIO:
+    """Open the file once its bytes from ``at`` arrive, and only then: its path changes, and it may be deleted."""
+    await arriving.beyond(at)
+    # Not in a thread: the path could change before the thread opens it.
+    return _open_into(opened, arriving.path)
 
 
 async def _answer_directory(request: web.Request, copy: VersionCopy) -> web.StreamResponse:
