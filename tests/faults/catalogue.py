@@ -40,7 +40,7 @@ CASES = (
         "the broker gets SIGKILL during a send, or is restarted",
         (
             "Senders repeat every send of unknown outcome, readers go on at their own offsets. Records flow "
-            "again at most 15 s after the restart. Nothing is lost or written twice."
+            "again at most 15 s after the broker answers again. Nothing is lost or written twice."
         ),
         "",
         (

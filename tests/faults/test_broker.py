@@ -49,7 +49,8 @@ async def test_after_a_killed_broker_came_back_records_flow_within_fifteen_secon
     await commits.check()
     for serves_s, flowing_s in figures:
         print(f"\nbroker SIGKILL: serves {serves_s:.1f} s after its restart, records flow after {flowing_s:.1f} s")
-    assert max(flowing_s for _, flowing_s in figures) <= FLOWING_AGAIN_S
+    # Not from the restart: how long a Java machine needs to start is up to what else the machine does.
+    assert max(flowing_s - serves_s for serves_s, flowing_s in figures) <= FLOWING_AGAIN_S
 
 
 @pytest.mark.parametrize("seconds", [5, 20])
