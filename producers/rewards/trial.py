@@ -1,5 +1,5 @@
 """Tries the reward functions on rows of the data before a run: each row is paid for its own answer, for another row's
-answer, and for an empty text.
+answer, and for an empty text. A row without an answer gets another row's too: a function may fail on it only then.
 """
 
 import asyncio
@@ -201,7 +201,7 @@ def tried_rows(settings: RewardSettings, prompts: Sequence[Prompt], writer: Writ
     rows = []
     for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         after = (at % len(prompts) for at in range(index + 1, index + len(prompts)))
-        other = next((at for at in after if answer is not None and answers[at] not in (None, answer)), None)
+        other = next((at for at in after if answers[at] not in (None, answer)), None)
         rows.append(TriedRow(prompt, texts[index], written[index], None if other is None else written[other]))
     return rows
 

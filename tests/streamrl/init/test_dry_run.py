@@ -513,6 +513,25 @@ async def test_a_reward_that_fails_on_some_rows_is_reported_with_their_share(
     assert frailer.detail.startswith("frailer fails on 20 of 40 rows (50%), first on p/0: ZeroDivisionError")
 
 
+@pytest.mark.processes
+async def test_a_reward_that_fails_where_only_a_row_without_an_answer_meets_a_completion_is_seen(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "digits_reward.py").write_text(
+        "def digits(completions, answer, **kwargs):\n"
+        "    said = ''.join(c for c in completions[0] if c.isdigit())\n"
+        "    return [float(len(said) == len(answer[0])) if said else 0.0]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    given = settings_of(model, tmp_path)
+    settings = given.model_copy(
+        update={"rewards": given.rewards.model_copy(update={"functions": ("digits_reward:digits", "exact_match")})}
+    )
+    digits, match = await check_rewards(settings, rows_with("84", "7", None))
+    assert (digits.state, digits.detail[:57]) == ("note", "digits fails on 1 of 3 rows (33%), first on p/3: TypeErro")
+    assert match.detail.startswith("exact_match gives 0.667 for a row's own answer, 0 for another row's")
+
+
 def test_missing_trackers_are_named(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
