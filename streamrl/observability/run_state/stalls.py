@@ -5,24 +5,28 @@ from collections.abc import Sequence
 from streamrl.schemas.reports import Heartbeat, WorkerState
 
 
-def first_step_waits_for(is_ready: bool, workers: Sequence[Heartbeat], sampled: int, wanted: int | None) -> str:
+def first_step_waits_for(
+    is_ready: bool, workers: Sequence[Heartbeat], sampled: int, wanted: int | None, skipped: int = 0
+) -> str:
     """What keeps the first step away, and how far it is.
 
     ``is_ready``: whether the trainer has written its first weights. ``workers``: the last heartbeats of the living
-    ones. ``sampled``: trajectories that wait for the step, of ``wanted``; None: not known.
+    ones. ``sampled``: trajectories that wait for the step, of ``wanted``; None: not known. ``skipped``: trajectories
+    that will not be trained.
     """
     if not is_ready:
         return "the trainer loads the model and writes its first weights"
     if not workers:
-        return "no worker is up yet"
+        return "no worker is up"
     ready = [beat for beat in workers if beat.state is not WorkerState.STARTING]
     if not ready:
         return f"no worker has loaded the model yet; loading: {len(workers)}"
     if wanted is not None and sampled >= wanted:
         return f"the trainer has {sampled:,} trajectories and computes the first step"
-    of = "" if wanted is None else f" of {wanted:,}"
+    have = f"{sampled:,}{'' if wanted is None else f' of {wanted:,}'} trajectories of the first step"
+    without = f", {skipped:,} were skipped" if skipped else ""
     running, speed = sum(beat.running for beat in ready), sum(beat.tokens_per_s for beat in ready)
-    return f"{sampled:,}{of} trajectories of the first step; {running:,} completions run at {speed:,.0f} tokens/s"
+    return f"{have}{without}; {running:,} completions run at {speed:,.0f} tokens/s"
 
 
 def waiting_for(mode: str, workers: Sequence[Heartbeat], lag: int) -> str:

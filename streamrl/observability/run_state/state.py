@@ -281,8 +281,10 @@ class RunState:
         newest, progress = self.learning.steps.newest, self.progress
         if newest is not None and newest.version.lineage == progress.version.lineage:
             return None
-        is_ready, sampled = progress.step_at is not None, sum(self.lag.values())
-        return first_step_waits_for(is_ready, self.living_workers(now), sampled, progress.step_trajectories)
+        is_ready, skipped = progress.step_at is not None, self.refusals.since_step.total()
+        # Before the first step the lag counts skipped ones too; topics are read one after another.
+        sampled = max(0, sum(self.lag.values()) - skipped)
+        return first_step_waits_for(is_ready, self.living_workers(now), sampled, progress.step_trajectories, skipped)
 
     def living_workers(self, now: float) -> list[Heartbeat]:
         """The last heartbeats of the living workers, sorted by id."""

@@ -40,7 +40,7 @@ def test_the_first_thing_that_is_missing_is_named(mode: str, workers: list[Heart
     ("is_ready", "workers", "sampled", "wanted", "expected"),
     [
         (False, [beat()], 0, 64, "the trainer loads the model"),
-        (True, [], 0, 64, "no worker is up yet"),
+        (True, [], 0, 64, "no worker is up"),
         (True, [beat(state=WorkerState.STARTING)] * 2, 0, 64, "no worker has loaded the model yet; loading: 2"),
         (
             True,
@@ -59,18 +59,31 @@ def test_before_the_first_step_it_says_what_is_done_and_how_far_it_is(
     assert first_step_waits_for(is_ready, workers, sampled, wanted).startswith(expected)
 
 
+def test_trajectories_that_were_skipped_do_not_wait_for_the_first_step() -> None:
+    state, report = RunState("r"), examples()["step-report"]
+    assert isinstance(report, StepReport)
+    state.observe_message(report.replace(policy=None, group_ids=(), micro_batches=(), finished=False))
+    state.observe_message(beat(sent_at=1.0, running=8, tokens_per_s=90.0))
+    state.note_ends({0: 40, 1: 30})
+    state.progress.step_trajectories = 8
+    state.refusals.since_step.update({"zero_advantage": 66})
+    assert state.before_first_step(1.0) == (
+        "4 of 8 trajectories of the first step, 66 were skipped; 8 completions run at 90 tokens/s"
+    )
+
+
 def test_a_run_starts_until_its_trainer_has_taken_a_step_also_after_a_restart() -> None:
     state, report = RunState("r"), examples()["step-report"]
     assert isinstance(report, StepReport)
     assert (state.before_first_step(1.0) or "").startswith("the trainer loads")
     begin = report.replace(policy=None, group_ids=(), micro_batches=(), finished=False)
     state.observe_message(begin)
-    assert state.before_first_step(1.0) == "no worker is up yet"
+    assert state.before_first_step(1.0) == "no worker is up"
     version = report.version
     state.observe_message(report.replace(policy=None, version=version._replace(number=version.number + 1)))
     assert state.before_first_step(1.0) is None
     state.observe_message(begin.replace(version=version._replace(lineage=version.lineage + 1)))
-    assert state.before_first_step(1.0) == "no worker is up yet"
+    assert state.before_first_step(1.0) == "no worker is up"
 
 
 def test_a_run_without_a_step_for_two_minutes_says_what_it_waits_for() -> None:
