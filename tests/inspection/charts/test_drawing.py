@@ -102,3 +102,23 @@ async def test_a_pixel_with_many_stretches_shows_their_shares(page: Page) -> Non
       return seen;
     })()"""
     assert await page.evaluate(shares) == [[106, 79, 208, 255], [201, 116, 10, 255]]
+
+
+async def test_before_the_oldest_stretch_that_is_known_a_lane_shows_and_says_nothing(page: Page) -> None:
+    """Of a long run only the newest stretches are kept: a process did not wait in the time before them."""
+    lane = """(async () => {
+      const { Lanes } = await import("/charts/lanes.js"), box = document.createElement("div");
+      document.body.append(box);
+      class Quiet extends Lanes { tell() {} moment() { return ""; } }
+      const all = new Quiet(box, { height: 60, label: "made up", ticks: { incrs: [100] }, view: [0, 100] });
+      const told = { name: "trainer", rest: "wait", since: %s, stretches: [[60, 80, "train", 1]], marks: [] };
+      all.hold([told]);
+      await new Promise(requestAnimationFrame);
+      const canvas = box.querySelector("canvas"), pen = canvas.getContext("2d"), { left, width } = all.plot.bbox;
+      const drawn = [30, 70, 90].map((at) => pen.getImageData(left + at / 100 * width, 12, 1, 1).data[3] > 0);
+      box.remove();
+      return [drawn, [30, 70, 90].map((at) => all.words(told, at))];
+    })()"""
+    known = ["trainer · forward, backward for 20 s · step 1", "trainer · waits"]
+    assert await page.evaluate(lane % "60") == [[False, True, True], ["trainer", *known]]
+    assert await page.evaluate(lane % "undefined") == [[True, True, True], ["trainer · waits", *known]]

@@ -13,7 +13,8 @@ const RIGHT = 8, INSET = 3, NEAR = 4, LEAST_S = 0.5, STEPS_SHOWN_BELOW_S = 5;
 
 /**
  * A lane has a `name`, `stretches` ([from, to, kind, tag], in order), `marks` ([at, kind, words]) and `rest`: the kind
- * of its activity outside all stretches, or null. A lane with a `title` instead is a heading.
+ * of its activity outside all stretches, or null; before `since`, if it has that, nothing is known of it. A lane with a
+ * `title` instead is a heading.
  */
 export class Lanes {
   lanes = [];
@@ -82,7 +83,7 @@ export class Lanes {
   words(lane, at) {
     const near = (this.width / this.plot.over.clientWidth) * NEAR, mark = lane.marks.find(([when]) => Math.abs(when - at) < near);
     const stretch = lane.stretches.find(([from, to]) => from <= at && at <= to);
-    const doing = stretch ? `${KINDS[stretch[2]] ?? stretch[2]} for ${span(stretch[1] - stretch[0])}` : KINDS[lane.rest];
+    const doing = stretch ? `${KINDS[stretch[2]] ?? stretch[2]} for ${span(stretch[1] - stretch[0])}` : at < lane.since ? null : KINDS[lane.rest];
     const tag = stretch?.[3] === undefined ? null : `${stretch[2] === "generate" ? "weights" : "step"} ${stretch[3]}`;
     return [lane.name, this.moment(at), doing, tag, mark?.[2]].filter(Boolean).join(" · ");
   }
@@ -102,7 +103,11 @@ export class Lanes {
     g.fillText(name, 2, view.y + view.height / 2);
     if (lane.title) return;
     g.save(); g.beginPath(); g.rect(view.left, 0, view.right - view.left, this.plot.height); g.clip();
-    if (lane.rest) { g.fillStyle = colour(lane.rest); g.fillRect(view.left, view.y, view.right - view.left, view.height); }
+    if (lane.rest) {
+      const from = lane.since === undefined ? view.left : Math.max(view.left, Math.min(view.right, view.x(lane.since)));
+      g.fillStyle = colour(lane.rest);
+      g.fillRect(from, view.y, view.right - from, view.height);
+    }
     const seen = lane.stretches.filter(([from, to]) => to >= this.begin && from <= this.end);
     if (seen.length > view.right - view.left) this.stacked(g, seen, view); else this.stretches(g, seen, view);
     this.marks(g, lane.marks.filter(([at]) => at >= this.begin && at <= this.end), view);

@@ -22,7 +22,10 @@ export class Timeline extends Lanes {
   }
 
   get laneHeight() { return Math.max(LOWEST, Math.min(HIGHEST, (HEIGHT - AXIS) / Math.max(1, this.lanes.length))); }
-  hold(lanes) { super.hold(lanes.map((lane) => ({ ...lane, rest: lane.name === "coordinator" ? null : "wait" }))); }
+  /** Of each process the newest stretches are kept: what it did before the oldest of them is not known. */
+  hold(lanes) {
+    super.hold(lanes.map((lane) => ({ ...lane, rest: lane.name === "coordinator" ? null : "wait", since: lane.stretches[0]?.[0] ?? Infinity })));
+  }
   follow(wanted) { this.following = wanted; this.onFollow(wanted); }
   /** Follow the present. Nothing is drawn while the timeline is not visible. */
   advance(now) { if (this.following && this.visible) this.show(now - this.width, now); }
