@@ -81,7 +81,9 @@ async def test_a_poll_cancelled_at_any_turn_of_the_loop_loses_nothing(bus: Kafka
     cancelled = 0
     for n in range(36):
         await publisher.publish(Outgoing(topic, b"%d" % n, None, 0))
-        await asyncio.sleep(0.02)
+        async with patience(10):
+            while not subscription._consumer._fetcher._records:  # a poll that finds a record ends after a few turns
+                await asyncio.sleep(0.01)
         poll = asyncio.create_task(subscription.poll(timeout_s=5))
         for _ in range(n % 12):
             await asyncio.sleep(0)
