@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import uvloop
-
 from benchmarks.conditions import conditions
 from benchmarks.engine.parts import parts_of
 from benchmarks.engine.pipeline import Stretch, running_pipeline
@@ -111,7 +109,8 @@ def _row(shape: Shape, groups: int, options: argparse.Namespace, folder: Path) -
         cluster = stack.enter_context(start_cluster(folder / "kafka"))
         alone = {front: stack.enter_context(_direct(folder, options, generation, front)) for front in FRONTS}
         address = cluster.bootstrap_servers, cluster.processes[0].pid
-        stretches, ours, idle = uvloop.run(_rounds(shape, options, workload, folder, generation, address, alone))
+        # Not in uvloop, which cannot send files: the relay serves the weights here.
+        stretches, ours, idle = asyncio.run(_rounds(shape, options, workload, folder, generation, address, alone))
     tokenizer = ModelTokenizer(str(folder / "model"))
     parts = parts_of(tokenizer, workload.prompts(0)[0], statistics.median(workload.limits()))
     row = _compared(shape, parameters, workload, stretches, ours, options.seed)

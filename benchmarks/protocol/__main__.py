@@ -19,7 +19,7 @@ from benchmarks.observation.trial import UNJUDGED
 from benchmarks.paired import Pair, paired_cost
 from benchmarks.protocol.beside import audits_beside_a_demo
 from benchmarks.protocol.switched import BLOCK_STEPS
-from benchmarks.protocol.trial import ProcessorTime, Recording, switch_pairs, train
+from benchmarks.protocol.trial import WARM_UP_BLOCKS, ProcessorTime, Recording, switch_pairs, train
 from streamrl.bus.embedded.cluster import start_cluster
 from streamrl.bus.embedded.jars import KAFKA_VERSION
 from streamrl.inspection.source import broker_of, open_run
@@ -29,6 +29,8 @@ DEMO = "protocol-bench-demo"
 AUDITS = 5
 CHECKPOINT_EVERY = 40
 """As in the demo."""
+FEWEST_STEPS = BLOCK_STEPS * (WARM_UP_BLOCKS + 4)
+"""Two pairs of blocks after those that warm up."""
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -40,6 +42,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
+    if options.steps < FEWEST_STEPS:
+        parser.error(f"expected --steps of {FEWEST_STEPS} or more, as the first are not counted, got {options.steps}")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="streamrl-protocol-") as name:
         result = _measure(options, Path(name))

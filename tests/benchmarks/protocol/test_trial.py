@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.protocol.__main__ import CHECKPOINT_EVERY
+from benchmarks.protocol.__main__ import CHECKPOINT_EVERY, FEWEST_STEPS, main
 from benchmarks.protocol.switched import BLOCK_STEPS, Switch
 from benchmarks.protocol.trial import WARM_UP_BLOCKS, ProcessorTime, switch_pairs
 
@@ -32,3 +32,13 @@ def test_a_checkpoint_is_counted_by_itself() -> None:
     found = ProcessorTime.of([1.0, 2.0, 3.5, 4.5], [0.0, 0.0001, 0.5, 0.0])
     assert found.steps == pytest.approx([0.0, 0.9999, 1.0, 1.0])
     assert found.checkpoints == [0.5]
+
+
+def test_too_few_steps_are_refused_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--steps", str(FEWEST_STEPS - 1)])
+    assert ended.value.code == 2
+    assert f"expected --steps of {FEWEST_STEPS} or more" in capsys.readouterr().err
+    for steps, pairs in ((FEWEST_STEPS, 2), (FEWEST_STEPS - 1, 1)):
+        run = ProcessorTime([1.0] * (steps - 1), [])  # a trainer's first step is not timed
+        assert len(switch_pairs(run, run)) == pairs
