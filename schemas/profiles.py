@@ -186,6 +186,44 @@ class TrainingCosts(SettingsTable):
     checkpoint_s: Annotated[Seconds, Field(description="Seconds to write a checkpoint.")] = 0.0
 
 
+class CoreCosts(SettingsTable):
+    """A machine whose processes compute on its own cores, and what a run takes of them beside decoding and training."""
+
+    number: Annotated[float, Field(gt=0, description="Cores that the run may use.")]
+    full_speed: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=1,
+            description="Speed of each process if as many compute as there are cores, relative to one that computes "
+            "alone: cores share caches, memory and sometimes their arithmetic units.",
+        ),
+    ] = 1.0
+    engine_cores: Annotated[float, Field(gt=0, description="Cores that a worker keeps busy while it decodes.")] = 1.0
+    trainer_cores: Annotated[float, Field(gt=0, description="Cores that the trainer keeps busy at work.")] = 1.0
+    cpu_s_per_trajectory: Annotated[
+        Seconds, Field(description="Seconds of a core that broker, dispatcher and all others spend on a trajectory.")
+    ] = 0.0
+    cores_per_run: Annotated[
+        float, Field(ge=0, description="Cores that they keep busy at all times, whatever the run does.")
+    ] = 0.0
+
+    def share(self, share: float) -> "CoreCosts":
+        """The costs of a part of the run on the same part of the cores."""
+        return self.model_copy(update={"number": self.number * share, "cores_per_run": self.cores_per_run * share})
+
+    def speed(self, demand: float) -> float:
+        """The speed of each process, relative to one that computes alone, if all together could use ``demand`` cores.
+
+        It falls evenly from 1 for one core to ``full_speed`` for all of them. Beyond that they take turns.
+        """
+        if demand >= self.number:
+            return min(1.0, self.full_speed * self.number / demand)
+        if demand <= 1:
+            return 1.0
+        return 1 - (1 - self.full_speed) * (demand - 1) / (self.number - 1)
+
+
 class DeviceProfile(Section):
     """Times of one generation worker and one trainer on one kind of hardware, for one model. All are in seconds."""
 
@@ -195,6 +233,9 @@ class DeviceProfile(Section):
     max_num_seqs: Annotated[int, Field(ge=1, description="Largest measured batch, in completions.")]
     decode: DecodeSettings
     training: TrainingCosts
+    cores: Annotated[
+        CoreCosts | None, Field(description="The cores that engine and trainer share; none if they use GPUs.")
+    ] = None
     weight_transfer_s: Annotated[
         float, Field(ge=0, description="Seconds from complete weights in the store to a worker that samples with them.")
     ] = 0.0

@@ -96,7 +96,8 @@ class RealEngine:
             settings = load_settings(self.config(case, "predicted", seed=0), [])
             with with_recorded_lengths(measured_settings(settings, profile, profile), lengths) as expected:
                 source = CachedPrompts(open_source(expected.data, run_seed=expected.run.seed))
-                predicted = simulate(expected, source, steps=self.steps, transfer_s=profile.weight_transfer_s)
+                transfer_s, cores = profile.weight_transfer_s, profile.cores
+                predicted = simulate(expected, source, steps=self.steps, transfer_s=transfer_s, cores=cores)
             config = self._run(case, seed=0)
             ran = load_settings(config, [])
             named = {"kind": "real", "engine": self.engine, "workers": case.workers, "mode": case.mode}

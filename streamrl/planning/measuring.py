@@ -17,6 +17,7 @@ from streamrl.bus.embedded.node import free_ports
 from streamrl.bus.waiting import in_thread
 from streamrl.consumers.batching.micro_batches import MicroBatch
 from streamrl.consumers.training.ports import Compute, Policy
+from streamrl.planning.sharing import SharingMeter
 from streamrl.producers.generation.engines.model_files import ModelFacts
 from streamrl.producers.generation.engines.port import ActiveCompletion, Decoder, GenerationRequest
 from streamrl.schemas.control import WeightsReady
@@ -87,6 +88,11 @@ SHORTEST_PROMPT = 8
 ROUNDS_TO_START = 10_000
 PREFILLS = 5
 UNEVEN = 1 / 8
+FEWEST_STEPS = 4
+POINT_S = 1.0
+"""Seconds for the timed decode steps of a point, if that allows for ``FEWEST_STEPS``."""
+SHARING_S = 2.0
+"""Seconds of the work that is measured beside other processes, and alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +121,7 @@ class PrefillPoint:
 
 @dataclass(frozen=True)
 class DecodeMeter:
-    """Measures a decoder. ``steps``: decode steps per point, each timed separately; ``clock``: in seconds."""
+    """Measures a decoder. ``steps``: most decode steps per point, each timed separately; ``clock``: in seconds."""
 
     decoder: Decoder[Any]
     facts: ModelFacts
@@ -162,6 +168,24 @@ class DecodeMeter:
         self.decoder.clear()
         return seconds
 
+    def share(self, batch: int, context: int, meter: SharingMeter) -> None:
+        """Measure how decoding is slowed while the other cores compute. Arguments as for ``steps_at``."""
+        self._rounds(batch, context, 1)
+        with meter.alone():
+            rounds = self._rounds(batch, context)
+        with meter.crowded():
+            self._rounds(batch, context, rounds)
+
+    def _rounds(self, batch: int, context: int, rounds: int | None = None) -> int:
+        """Decode so many fresh batches; None: for ``SHARING_S`` seconds. Returns their number."""
+        started_at, done = self.clock(), 0
+        while done < rounds if rounds is not None else self.clock() - started_at < SHARING_S:
+            self._fill(uneven(context, batch))
+            self._timed()
+            self.decoder.clear()
+            done += 1
+        return done
+
     def longest_context(self) -> int:
         """Length of the longest prompt that leaves room in the model for all timed steps."""
         return self.facts.max_length - self.steps - 8
@@ -198,8 +222,8 @@ class DecodeMeter:
     def _timed(self) -> list[float]:
         """Seconds of each timed step, after one warm-up step."""
         self.decoder.step()
-        seconds = []
-        for _ in range(self.steps):
+        seconds: list[float] = []
+        while len(seconds) < self.steps and (len(seconds) < FEWEST_STEPS or sum(seconds) < POINT_S):
             started_at = self.clock()
             self.decoder.step()
             seconds.append(self.clock() - started_at)
@@ -220,6 +244,8 @@ def uneven(longest: int, number: int) -> list[int]:
 # topics; the policy computes in one thread, as in a trainer.
 
 LARGEST_ID = 1 << 15
+LONGEST_STEP_S = 2.0
+"""About the longest optimizer step to measure: on a slow device, a whole budget of tokens would take minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,18 +270,48 @@ class TrainMeter:
     repeats: int
 
     async def steps_at(self, lengths: Sequence[int], budget: int) -> "Sequence[StepPoint]":
-        """Points for sequences of these lengths: one row, half a budget and a whole budget, in one or three passes."""
-        points = []
+        """Points for sequences of these lengths: one row, and as many as fit the budget and ``LONGEST_STEP_S``.
+
+        One row is measured in one and in three passes, which separates the cost of a micro-batch from the optimizer's.
+        """
+        points: list[StepPoint] = []
         # A first step creates the optimizer's state, and is not counted.
         await self._step(synthetic(1, min(lengths), self.policy.limits.vocabulary), 1)
-        for rows, length in _shapes(lengths, budget):
-            batch = synthetic(rows, length, self.policy.limits.vocabulary)
-            # Two numbers of passes separate the cost of a micro-batch from the optimizer's, which comes once per step.
-            for passes in (1, 3):
-                seconds = min([await self._step(batch, passes) for _ in range(self.repeats)])
-                tokens = passes * rows * length
-                points.append(StepPoint(passes, tokens, tokens * length, seconds))  # sum of n^2 = passes * rows * n^2
+        for length in lengths:
+            points += [await self._point(1, length, passes) for passes in (1, 3)]
+            rows = 1
+            for _ in range(2):  # the larger of two points is chosen by the smaller one
+                most = min(budget, self._affordable(points[-1])) // length
+                if most <= rows:
+                    break
+                rows = most
+                points.append(await self._point(rows, length, 1))
         return points
+
+    async def _point(self, rows: int, length: int, passes: int) -> StepPoint:
+        batch = synthetic(rows, length, self.policy.limits.vocabulary)
+        seconds = min([await self._step(batch, passes) for _ in range(self.repeats)])
+        tokens = passes * rows * length
+        return StepPoint(passes, tokens, tokens * length, seconds)  # sum of n^2 = passes * rows * n^2
+
+    @staticmethod
+    def _affordable(point: StepPoint) -> int:
+        """Tokens of a step of about ``LONGEST_STEP_S``, by a step of the same length; a larger one costs less each."""
+        return int(LONGEST_STEP_S / point.seconds * point.tokens)
+
+    async def share(self, lengths: Sequence[int], budget: int, meter: SharingMeter) -> None:
+        """Measure how training is slowed while the other cores compute. Arguments as for ``steps_at``."""
+        length = min(budget, lengths[len(lengths) // 2])
+        alone = await self._point(1, length, 1)
+        rows = max(1, min(budget, self._affordable(alone)) // length)
+        batch = synthetic(rows, length, self.policy.limits.vocabulary)
+        rounds = max(2, round(SHARING_S / await self._step(batch, 1)))
+        with meter.alone():
+            for _ in range(rounds):
+                await self._step(batch, 1)
+        with meter.crowded():
+            for _ in range(rounds):
+                await self._step(batch, 1)
 
     async def export(self, version: PolicyVersion) -> tuple[str, float]:
         """Export weights to the store; returns the sha256 of their manifest, and the seconds it took."""
@@ -273,11 +329,6 @@ class TrainMeter:
         if not outcome.applied:
             raise StreamRLError(f"expected an optimizer step on made-up samples, got: {outcome.problem}")
         return time.perf_counter() - started_at
-
-
-def _shapes(lengths: Sequence[int], budget: int) -> Iterator[tuple[int, int]]:
-    for length in lengths:
-        yield from ((rows, length) for rows in sorted({1, max(1, budget // length // 2), max(1, budget // length)}))
 
 
 def synthetic(rows: int, length: int, vocabulary: int) -> MicroBatch:

@@ -24,7 +24,7 @@ from streamrl.planning.prediction import LOCAL_RUN, CachedPrompts, Prediction, S
 from streamrl.producers.generation.engines.length_trace import LengthTraceSettings
 from streamrl.producers.prompts.sources import open_source
 from streamrl.schemas.errors import DataError
-from streamrl.schemas.profiles import DeviceProfile, TrainingCosts
+from streamrl.schemas.profiles import CoreCosts, DeviceProfile, TrainingCosts
 from streamrl.settings.tree import Settings
 
 # Output lengths of a recorded run, expected again.
@@ -372,12 +372,20 @@ class ModeSearch:
             steps=STEPS + settings.loop.staleness_bound,  # the pipeline takes so many more steps to fill
             transfer_s=self._transfer_s,
             training_devices=split.trainers * share,
+            cores=self._cores(share),
         )
         return replace(
             prediction,
             trajectories_per_s=prediction.trajectories_per_s / share,
             tokens_per_s=prediction.tokens_per_s / share,
         )
+
+    def _cores(self, share: float) -> CoreCosts | None:
+        """The cores of the machine, if all of the run is on one, and a share of it is simulated."""
+        profile = self.demand.generation.profile
+        if profile is None or profile.cores is None or self.demand.training is not None:
+            return None
+        return profile.cores.share(share)
 
     def _simulated_workers(self, split: Split) -> int:
         loop = self.settings.loop

@@ -19,7 +19,7 @@ from streamrl.producers.generation.engines.emulated import (
 from streamrl.producers.generation.engines.length_trace import trace_length
 from streamrl.producers.prompts.sources import PromptSource, open_source
 from streamrl.schemas.identifiers import make_group_id
-from streamrl.schemas.profiles import DecodeCurve
+from streamrl.schemas.profiles import CoreCosts, DecodeCurve
 from streamrl.schemas.trajectories import Prompt
 from streamrl.settings.tree import Settings
 
@@ -100,9 +100,18 @@ def time_scale(settings: Settings) -> float:
 
 
 def simulate(
-    settings: Settings, source: PromptSource, *, steps: int, transfer_s: float = 0.0, training_devices: float = 1
+    settings: Settings,
+    source: PromptSource,
+    *,
+    steps: int,
+    transfer_s: float = 0.0,
+    training_devices: float = 1,
+    cores: CoreCosts | None = None,
 ) -> Prediction:
-    """Simulate ``steps`` steps and sum up. ``transfer_s``: emulated seconds of a weight transfer to the workers."""
+    """Simulate ``steps`` steps and sum up. ``transfer_s``: emulated seconds of a weight transfer to the workers.
+
+    ``cores``: those of one machine on which all processes compute; None: each computes on a device of its own.
+    """
     scale = time_scale(settings)
     stages = StageEstimate(settings, source, 1)
     step_s = max(stages.generation_s(settings.run.workers), stages.training_s(training_devices))
@@ -117,7 +126,11 @@ def simulate(
         }
     )
     pipeline = SimulatedPipeline(
-        paced, latencies.with_transfer(transfer_s / pace), training_devices=training_devices, source=source
+        paced,
+        latencies.with_transfer(transfer_s / pace),
+        training_devices=training_devices,
+        source=source,
+        cores=cores,
     )
     return summed_up(pipeline.run(), paced)
 

@@ -19,11 +19,13 @@ from streamrl.planning.measuring import (
     measure_transfer,
     open_relay,
 )
+from streamrl.planning.sharing import RunCosts, SharingMeter, run_costs
 from streamrl.producers.generation.engines.factory import build_decoder
 from streamrl.producers.generation.engines.port import Decoder
 from streamrl.schemas.control import WeightsReady
+from streamrl.schemas.errors import StreamRLError
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.profiles import DecodeSettings, DeviceProfile, TrainingCosts
+from streamrl.schemas.profiles import CoreCosts, DecodeSettings, DeviceProfile, TrainingCosts
 from streamrl.settings.tree import Settings
 
 # The points to measure: batch sizes, context lengths, prompts, micro-batches. Pure.
@@ -76,6 +78,13 @@ def sequences(settings: Settings, positions: int, effort: Effort) -> Sequence[in
     return levels(2 * SHORTEST, min(positions, reached, settings.batching.token_budget), effort.levels)
 
 
+def largest_micro_batch(settings: Settings) -> int:
+    """Most tokens of a micro-batch: the budget, or all of a step's."""
+    loop = settings.loop
+    longest = loop.max_prompt_length + loop.max_completion_length
+    return min(settings.batching.token_budget, loop.groups_per_step * loop.num_generations * longest)
+
+
 # The measurement: training, weight transfer, decoding, one after the other, so that each has the device alone.
 
 Progress = Callable[[str], None]
@@ -96,6 +105,7 @@ class _Trained:
     costs: TrainingCosts
     fitted: list[Fitted]
     versions: list[WeightsReady]
+    sharing: SharingMeter
 
 
 def profile(settings: Settings, effort: Effort, progress: Progress) -> Profiled:
@@ -124,7 +134,10 @@ def _measured(settings: Settings, effort: Effort, scratch: Path, progress: Progr
         longest = meter.longest_context()
         prefills = list(meter.prefills_at(prompts(settings, longest, effort), PROMPTS_AT_ONCE))
         sizes = batches(settings.generation.max_num_seqs)
-        steps = list(meter.steps_at(sizes, contexts(settings, longest, effort)))
+        reached = contexts(settings, longest, effort)
+        steps = list(meter.steps_at(sizes, reached))
+        sharing = SharingMeter()
+        meter.share(sizes[-1], reached[len(reached) // 2], sharing)
         kv_tokens = meter.decoder.kv_tokens  # known only while the decoder is loaded
     curve, decode_fits = fit_decode(steps)
     prefill_s, prefill_s_per_token, prefill_fits = fit_prefill(prefills)
@@ -141,7 +154,37 @@ def _measured(settings: Settings, effort: Effort, scratch: Path, progress: Progr
         kv_tokens=kv_tokens,
     )
     fitted = (*decode_fits, *prefill_fits, *trained.fitted)
-    return Profiled(_profile(settings, decode, trained.costs, transfer_s), fitted)
+    found = _profile(settings, decode, trained.costs, transfer_s)
+    if device_name(settings.generation.device) == device_name("cpu"):
+        progress("measuring what a run costs beside decoding and training")
+        cores = _core_costs(settings, found, (sharing, trained.sharing), scratch, progress)
+        found = found.model_copy(update={"cores": cores})
+    return Profiled(found, fitted)
+
+
+def _core_costs(
+    settings: Settings,
+    measured: DeviceProfile,
+    sharing: tuple[SharingMeter, SharingMeter],
+    scratch: Path,
+    progress: Progress,
+) -> CoreCosts:
+    """``sharing``: of the engine and of the trainer."""
+    engine, trainer = sharing
+    emulated = settings.emulation.model_copy(update={"decode": measured.decode, "training": measured.training})
+    try:
+        costs = run_costs(settings.model_copy(update={"emulation": emulated}), scratch)
+    except StreamRLError as error:  # no Java, for example
+        progress(f"cannot measure a run, so its other processes count as free: {error}")
+        costs = RunCosts(0.0, 0.0)
+    return CoreCosts(
+        number=engine.cores,
+        full_speed=(engine.full_speed * trainer.full_speed) ** 0.5,
+        engine_cores=engine.used,
+        trainer_cores=trainer.used,
+        cpu_s_per_trajectory=costs.cpu_s_per_trajectory,
+        cores_per_run=costs.cores_per_run,
+    )
 
 
 def _profile(settings: Settings, decode: DecodeSettings, training: TrainingCosts, transfer_s: float) -> DeviceProfile:
@@ -174,8 +217,10 @@ async def _train(settings: Settings, effort: Effort, scratch: Path) -> _Trained:
         )  # else a step of made-up samples is refused
         policy = await compute(TrainedPolicy, places, settings.algorithm, training, limit, None, 0)
         meter = TrainMeter(policy, compute, effort.repeats)
-        lengths = sequences(settings, policy.limits.positions, effort)
-        measured = await meter.steps_at(lengths, settings.batching.token_budget)
+        lengths, sharing = sequences(settings, policy.limits.positions, effort), SharingMeter()
+        budget = largest_micro_batch(settings)
+        measured = await meter.steps_at(lengths, budget)
+        await meter.share(lengths, budget, sharing)
         versions, seconds = [], []
         for number in (1, 2, 3):
             version = PolicyVersion(1, number)
@@ -190,7 +235,7 @@ async def _train(settings: Settings, effort: Effort, scratch: Path) -> _Trained:
         compute.close()  # waits for a call under way, so that nothing computes at the same time as the decoder
     costs, fitted = fit_training(measured)
     # [1]: the median of three exports.
-    return _Trained(costs.model_copy(update={"export_s": sorted(seconds)[1]}), fitted, versions)
+    return _Trained(costs.model_copy(update={"export_s": sorted(seconds)[1]}), fitted, versions, sharing)
 
 
 async def _transfer(versions: list[WeightsReady], scratch: Path, decoder: Decoder[Any]) -> list[TransferPoint]:
@@ -246,6 +291,12 @@ def _summary(profile: DeviceProfile) -> Iterator[str]:
         f"{1e3 * training.optimizer_step_s:.2f} ms, export {1e3 * training.export_s:.1f} ms"
     )
     yield f"weights from store to engine {1e3 * profile.weight_transfer_s:.1f} ms"
+    if (cores := profile.cores) is not None:
+        yield (
+            f"{cores.number:g} cores, speed {cores.full_speed:.0%} if all are busy; engine {cores.engine_cores:.2f}, "
+            f"trainer {cores.trainer_cores:.2f}, others {cores.cores_per_run:.2f} + "
+            f"{1e3 * cores.cpu_s_per_trajectory:.2f} ms per trajectory"
+        )
 
 
 def _ms(seconds: float) -> str:

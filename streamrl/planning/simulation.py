@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from streamrl.consumers.training.ports import RestoredCheckpoint
 from streamrl.consumers.training.session import LearningSettings, TrainedRun, TrainerContext, TrainerParts
 from streamrl.consumers.training.trainer import Trainer
 from streamrl.coordinator.coordinator import Coordinator
+from streamrl.planning.cores import SharedCores
 from streamrl.planning.virtual_time import VirtualLoop, sweeping
 from streamrl.producers.dispatch.dispatcher import Dispatcher
 from streamrl.producers.dispatch.state import OtherRoles
@@ -41,7 +43,7 @@ from streamrl.producers.lengths.startup import build_predictor
 from streamrl.producers.prompts.sources import PromptSource, open_source
 from streamrl.schemas.control import AnnouncedWeights
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.profiles import DecodeCurve, TrainingCosts
+from streamrl.schemas.profiles import CoreCosts, DecodeCurve, TrainingCosts
 from streamrl.schemas.reports import StepReport
 from streamrl.schemas.topics import CATALOGUE, CONTROL, HEARTBEATS, STEPS, TRAJECTORIES, WORK_ORDERS
 from streamrl.settings.features import predictors
@@ -131,7 +133,8 @@ class SimulatedPipeline:
 
     A virtual second is ``emulation.time_scale`` emulated seconds, and one second for all time-outs of the settings.
     ``training_devices``: number of the trainer's ranks; a fraction below one takes longer in proportion.
-    ``worker_speeds``: how fast each worker decodes, as a multiple of the settings' curve; 1 for the others.
+    ``worker_speeds``: how fast each worker decodes, as a multiple of the settings' curve; 1 for the others. ``cores``:
+    those of one machine, which all processes share; None: each has what it needs.
     ``chunk_tokens``: tokens that an engine returns at once; 0: the whole completion at its end, which saves most of the
     simulation's work.
     """
@@ -142,6 +145,7 @@ class SimulatedPipeline:
     source: PromptSource | None = None
     chunk_tokens: int = 0
     worker_speeds: Sequence[float] = ()
+    cores: CoreCosts | None = None
 
     def run(self) -> SimulatedRun:
         """Simulate the run.
@@ -220,7 +224,9 @@ class _Parts:
             self.bus.create_topic(topic.full_name(name), topic.partition_count(partitions))
         # Called before any delay: a step is marked when it ends, not when another role reads its report.
         self.bus.written = self._mark
-        self.device = MeteredDevice(self.settings.emulation.time_scale, self.clock)
+        scale, costs = self.settings.emulation.time_scale, self.pipeline.cores
+        self.cores = None if costs is None else SharedCores(costs, self.clock, scale)
+        self.device = MeteredDevice(scale, self.clock, self.cores)
 
     async def run(self) -> SimulatedRun:
         """Run until the trainer ends. A role that ends earlier has failed, and its error is raised."""
@@ -247,6 +253,8 @@ class _Parts:
 
     def _mark(self, record: Outgoing) -> None:
         """Take a written record. If it is a step's report, note how busy the slots were."""
+        if self.cores is not None and record.topic == TRAJECTORIES.full_name(self.settings.run.name):
+            self.cores.add_trajectory()
         if record.topic != STEPS.full_name(self.settings.run.name) or record.value is None:
             return
         # Only for decoding: partition, offset and timestamp have no meaning here.
@@ -259,8 +267,7 @@ class _Parts:
                 report=message,
                 slot_s=sum(engine.slot_s for engine in self.engines),
                 idle_s=sum(engine.idle_s for engine in self.engines),
-                # Emulated seconds converted to virtual ones, like the other two.
-                training_s=self.device.launched_s / self.settings.emulation.time_scale,
+                training_s=self.device.busy_s,
             )
             self.steps.append(mark)
 
@@ -294,7 +301,7 @@ class _Parts:
         # Latencies are in virtual seconds, costs in emulated ones; the device divides by the scale again.
         costs = costs.model_copy(update={"optimizer_step_s": costs.optimizer_step_s + latencies.step_s * scale})
 
-        exporting = EmulatedDevice(scale, self.clock)
+        exporting = MeteredDevice(scale, self.clock, self.cores)
 
         def open_policy(restored: RestoredCheckpoint | None) -> EmulatedPolicy:
             own_s = latencies.trajectory_s * scale
@@ -321,7 +328,7 @@ class _Parts:
 
     def _worker(self, number: int) -> GenerationWorker:
         settings, worker_id, speeds = self.settings, f"worker-{number}", self.pipeline.worker_speeds
-        engine = MeteredEngine(settings, self.clock, speeds[number] if number < len(speeds) else 1.0)
+        engine = MeteredEngine(settings, self.clock, self.cores, speeds[number] if number < len(speeds) else 1.0)
         self.engines.append(engine)
         return GenerationWorker(
             bus=self.bus,
@@ -372,14 +379,23 @@ class StoreFetcher:
 
 
 class MeteredDevice(EmulatedDevice):
-    """An emulated device that also measures its work: ``launched_s`` emulated seconds so far."""
+    """An emulated device that also measures its work. It works on ``cores``."""
 
-    launched_s = 0.0
+    def __init__(self, time_scale: float, clock: Callable[[], float], cores: SharedCores | None) -> None:
+        super().__init__(time_scale, clock if cores is None else cores.now)
+        self._scale, self._cores, self._launched_s = time_scale, cores, 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Virtual seconds of its work so far; with shared cores, waiting for them included."""
+        return self._launched_s / self._scale if self._cores is None else self._cores.busy_s(self)
 
     def launch(self, seconds: float) -> None:
         """Count the seconds, then do as the emulated device does."""
-        self.launched_s += seconds
+        self._launched_s += seconds
         super().launch(seconds)
+        if self._cores is not None:
+            self._cores.compute(self, self._cores.costs.trainer_cores, self.free_at)
 
 
 class BusyPolicy(EmulatedPolicy):
@@ -401,21 +417,22 @@ class BusyPolicy(EmulatedPolicy):
 class MeteredEngine(EmulatedEngine):
     """An emulated engine that also measures ``slot_s`` and ``idle_s``, in virtual seconds, and tokens by group.
 
-    The seconds are valid up to the last ``meter``.
+    The seconds are valid up to the last ``meter``. It decodes on ``cores``.
     """
 
-    def __init__(self, settings: Settings, monotonic: Callable[[], float], speed: float) -> None:
+    def __init__(self, settings: Settings, clock: Callable[[], float], cores: SharedCores | None, speed: float) -> None:
         emulation, slots = settings.emulation, settings.generation.max_num_seqs
         decode = DecodeCurve(emulation.decode).times(1 / speed).settings
         recomputes = settings.generation.adopt == "recompute"
+        monotonic = clock if cores is None else cores.now
         super().__init__(
             decode, emulation.lengths, emulation.time_scale, slots, monotonic=monotonic, recomputes=recomputes
         )
         self.slot_s = self.idle_s = 0.0
         self.tokens: defaultdict[str, int] = defaultdict(int)
-        self._clock = monotonic
+        self._clock, self._cores = clock, cores
         self._requests = 0
-        self._metered_at = monotonic()
+        self._metered_at = clock()
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         """Do as the emulated engine does, and count."""
@@ -431,6 +448,11 @@ class MeteredEngine(EmulatedEngine):
         finally:
             self.meter()
             self._requests -= 1
+
+    def _advance(self) -> None:
+        super()._advance()
+        if self._cores is not None:  # the timer is set as long as there is something to decode
+            self._cores.compute(self, self._cores.costs.engine_cores, 0.0 if self._timer is None else inf)
 
     def meter(self) -> None:
         """Count the time since the last call. With continuous batching, each request keeps one slot busy."""

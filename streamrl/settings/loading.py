@@ -85,7 +85,12 @@ def as_toml(settings: Settings) -> str:
 
     Settings that are unset by default are left out, and so are settings that others make meaningless.
     """
-    return tomli_w.dumps(_without_meaningless(settings, settings.model_dump(mode="json"), meaningless_keys(settings)))
+    return tomli_w.dumps(as_tree(settings))
+
+
+def as_tree(settings: Settings) -> Tree:
+    """What ``as_toml`` writes, as nested dictionaries."""
+    return _without_meaningless(settings, settings.model_dump(mode="json"), meaningless_keys(settings))
 
 
 def _without_meaningless(model: BaseModel, values: Tree, meaningless: frozenset[str], prefix: str = "") -> Tree:

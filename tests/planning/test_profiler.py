@@ -6,6 +6,7 @@ import pytest
 
 from streamrl.planning.measuring import endless_model
 from streamrl.planning.profiler import Effort, lines, profile
+from streamrl.planning.sharing import usable_cores
 from streamrl.producers.generation.engines.model_files import read_facts
 from streamrl.schemas.errors import ModelError, SettingsError
 from streamrl.schemas.profiles import DecodeSettings, DeviceProfile, TrainingCosts
@@ -42,7 +43,13 @@ def test_an_emulated_engine_gives_its_curve_back() -> None:
     assert "20.00 ms x (1 + batch / 10)" in "\n".join(lines(profiled))
 
 
-def test_a_real_model_is_measured_through_all_real_parts(model: Path, tmp_path: Path) -> None:
+@pytest.mark.processes
+def test_a_real_model_is_measured_through_all_real_parts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamrl.planning.sharing.MEASURED_S", 2.0)
+    monkeypatch.setattr("streamrl.planning.sharing.STEP_S", 0.4)
+    monkeypatch.setattr("streamrl.planning.measuring.SHARING_S", 0.3)
     settings = validated(
         {
             "model": {"path": str(model)},
@@ -61,6 +68,10 @@ def test_a_real_model_is_measured_through_all_real_parts(model: Path, tmp_path: 
     assert 0 < found.weight_transfer_s < 5
     assert found.weight_transfer_s > found.decode.adopt_s
     assert {one.what.split(",")[0] for one in profiled.fitted} == {"decode step", "prefill", "train step"}
+    assert found.cores is not None
+    assert found.cores.number == usable_cores()
+    assert found.cores.cores_per_run + found.cores.cpu_s_per_trajectory > 0
+    assert "cores, speed" in "\n".join(lines(profiled))
     found.write(tmp_path / "p.json")
     assert DeviceProfile.read(tmp_path / "p.json") == found
 

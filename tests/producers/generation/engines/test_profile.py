@@ -8,13 +8,16 @@ from streamrl.planning.profiler import Effort, profile
 from streamrl.settings.loading import validated
 from tests.producers.generation.engines.conftest import SLOTS, KeptDecoder
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.processes]
 
 
 def test_transfers_prefills_and_steps_of_vllm_are_measured(
     vllm_decoder: KeptDecoder, no_eos_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("streamrl.planning.profiler.build_decoder", lambda *_arguments: vllm_decoder.of(no_eos_dir))
+    monkeypatch.setattr("streamrl.planning.sharing.MEASURED_S", 2.0)
+    monkeypatch.setattr("streamrl.planning.sharing.STEP_S", 0.4)
+    monkeypatch.setattr("streamrl.planning.measuring.SHARING_S", 0.3)
     settings = validated(
         {
             "model": {"path": str(no_eos_dir)},
