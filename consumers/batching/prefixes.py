@@ -13,6 +13,7 @@ Invariants:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -71,12 +72,24 @@ class Reading(NamedTuple):
         return self.first == self.seen_first
 
 
+class SeparateRows(NamedTuple):
+    """The sequences of a tree each by itself: N rows of S tokens, right-padded; only those with a token of their own.
+
+    ``places``: the place of every token, int64 [N * S], 0 for padding. ``own``: for each place of the tree, the index
+    in ``places`` where its row has it, int64 [T]. ``shape``: (N, S).
+    """
+
+    places: Integers
+    own: Integers
+    shape: tuple[int, int]
+
+
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
     """The T tokens to compute, at places 0 to T - 1 of one row.
 
     ``row``, ``column``: where the token of each place is in the input, int64 [T]. ``places``: the place of every token
-    of every sequence, int64 [B, S]; undefined for padding. ``ends``: the token at place p is seen from the places p to
+    of every sequence, int64 [B, S]; 0 for padding. ``ends``: the token at place p is seen from the places p to
     ``ends[p]`` - 1, int64 [T]. ``readings``: the same in blocks; first each piece with itself, then the shared parts of
     earlier pieces.
     """
@@ -86,6 +99,15 @@ class PrefixTree:
     places: Integers
     ends: Integers
     readings: tuple[Reading, ...]
+
+    @cached_property
+    def separate(self) -> SeparateRows:
+        """The rows that compute the same without sharing."""
+        is_next = np.diff(self.row, prepend=self.row[0]) != 0  # each row's own tokens follow each other
+        numbers = np.cumsum(is_next)
+        rows = self.row[np.append(0, np.flatnonzero(is_next))]
+        width = int(self.column.max()) + 1  # a row's last own token is its last one
+        return SeparateRows(self.places[rows, :width].reshape(-1), numbers * width + self.column, (len(rows), width))
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import signal
 import subprocess
 import time
@@ -10,8 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 REPOSITORY = Path(__file__).parents[3]
 GRACE_S = 40.0
+COUNT_EVERY_S = 0.5
+"""Seconds between two looks at the processor time; what a process spends after the last one is not counted."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ def launch(
     command: Sequence[str], environment: Mapping[str, str], cores: Sequence[int], limit_s: float, log: Path
 ) -> Launched:
     """Run a command to its end, or for ``limit_s`` seconds; its output goes to ``log``."""
-    began, cpu_before = time.time(), _cpu_seconds()
+    began = time.time()
     with log.open("w") as output:
         child = subprocess.Popen(
             command,
@@ -41,18 +44,29 @@ def launch(
             start_new_session=True,
             preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )
+        spent: dict[int, float] = {}
         try:
-            exit_code: int | None = child.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            exit_code = None
+            exit_code = _watch(child, began + limit_s, spent)
         finally:
             _end(child)
-    return Launched(began, _cpu_seconds() - cpu_before, exit_code)
+    return Launched(began, sum(spent.values()), exit_code)
 
 
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+def _watch(child: "subprocess.Popen[bytes]", deadline: float, spent: dict[int, float]) -> int | None:
+    """Wait for the end; returns the exit code, None at the deadline. ``spent``: seconds by process, as last seen.
+
+    Counted while the processes run: the kernel adds those of a child only if its parent waits for it.
+    """
+    while (code := child.poll()) is None and time.time() < deadline:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(child.pid)
+            for each in (process, *process.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):  # it has ended in the meantime
+                    times = each.cpu_times()
+                    spent[each.pid] = times.user + times.system
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(min(COUNT_EVERY_S, max(0.0, deadline - time.time())))
+    return code
 
 
 def _end(child: "subprocess.Popen[bytes]") -> None:

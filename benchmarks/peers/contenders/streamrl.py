@@ -27,7 +27,7 @@ KEPT = 1_000_000
 _ASYNCHRONOUS: Settings = {
     "run": {"workers": 1},
     "loop": {"max_staleness": 3},
-    "generation": {"max_num_seqs": 64, "threads": 1},
+    "generation": {"max_num_seqs": 128, "threads": 1},
     "training": {"threads": 1},
 }
 _SHARED = {"training": {"packing": "shared"}}
@@ -41,7 +41,7 @@ TUNED: dict[str, Settings] = {
     "synchronous": {
         "run": {"workers": 2},
         "generation": {"max_num_seqs": 64, "threads": 1},
-        "training": {"threads": 1},
+        "training": {"threads": 2, "packing": "shared"},
     },
 }
 """The best settings found for each mode on two cores, see the README for what was tried; a key begins with the mode.

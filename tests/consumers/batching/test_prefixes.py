@@ -53,3 +53,17 @@ def test_a_group_is_read_along_its_prompt_once() -> None:
     prompt = list(range(100, 110))
     tree = prefix_tree(*padded([[*prompt, 1, 2, 3], [*prompt, 4], [*prompt, 5, 6]]))
     assert tree.readings == ((0, 13, 0, 13), (13, 14, 13, 14), (14, 16, 14, 16), (13, 16, 0, 10))
+
+
+@given(sequences)
+def test_separate_rows_have_each_sequence_whole_and_each_place_once(found: list[list[int]]) -> None:
+    tree = prefix_tree(*padded(found))
+    places, own, (count, width) = tree.separate
+    prefixes = [tuple(found[row][: column + 1]) for row, column in zip(tree.row, tree.column, strict=True)]
+    assert np.array_equal(places[own], np.arange(len(prefixes)))
+    by_row = places.reshape(count, width)
+    for row, column in zip(*np.divmod(own, width), strict=True):
+        whole = prefixes[by_row[row, column]]
+        assert [prefixes[place] for place in by_row[row, : column + 1]] == [
+            whole[: end + 1] for end in range(len(whole))
+        ]

@@ -14,10 +14,15 @@ from torch.nn.attention.flex_attention import flex_attention
 from streamrl.consumers.algorithms.settings import PRESETS, AlgorithmSettings
 from streamrl.consumers.batching.micro_batches import MicroBatch
 from streamrl.consumers.batching.prefixes import prefix_tree
-from streamrl.consumers.training import attention
+from streamrl.consumers.training import attention, prefix_attention
 from streamrl.consumers.training.companions import open_companions
 from streamrl.consumers.training.model import load_model, open_policy, open_scorer
-from streamrl.consumers.training.prefix_attention import attend_along_prefixes, attend_by_mask, why_not_on
+from streamrl.consumers.training.prefix_attention import (
+    attend_along_prefixes,
+    attend_by_mask,
+    is_finely_branched,
+    why_not_on,
+)
 from streamrl.consumers.training.settings import LoraSettings, TrainingSettings
 from streamrl.consumers.training.step import PolicyLearner
 from streamrl.schemas.errors import ModelError
@@ -191,7 +196,11 @@ def test_a_token_of_a_prompt_is_computed_once_and_an_untrained_row_not_at_all(tm
     expect_no_gradient_without_a_mask(scorer, inputs)
 
 
-def test_the_order_of_rows_and_the_number_of_threads_do_not_decide_the_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scores", [0, 1 << 30], ids=["cascade", "separate rows"])
+def test_the_order_of_rows_and_the_number_of_threads_do_not_decide_the_bits(
+    tmp_path: Path, scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_attention, "CALL_SCORES", scores)
     path, batch, found = saved(tmp_path, "llama"), grouped(5, longest=20), []
     for rows in (range(8), range(8), range(7, -1, -1)):
         torch.set_num_threads(2)
@@ -227,6 +236,34 @@ def test_no_more_is_kept_for_the_backward_pass(tmp_path: Path, longest: int) -> 
     path, batch = saved(tmp_path, "llama"), grouped(6, longest=longest)
     separate, shared = (kept_bytes(load_model(path, CPU), batch, packing) for packing in ("varlen", "shared"))
     assert shared < separate
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(4))
+def test_separate_rows_and_a_cascade_attend_alike(
+    seed: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = session_tree() if seed == 3 else grouped(seed, longest=20)
+    tree = prefix_tree(batch.input_ids, batch.lengths)
+    torch.manual_seed(seed)
+    query, key, value = inputs = [
+        torch.randn(1, heads, len(tree.row), 8, dtype=dtype, requires_grad=True) for heads in (4, 2, 2)
+    ]
+    weights, found = torch.randn(1, len(tree.row), 4, 8, dtype=dtype), []
+    for scores in (0, 1 << 30):
+        monkeypatch.setattr(prefix_attention, "CALL_SCORES", scores)
+        assert is_finely_branched(tree) == bool(scores)
+        out = attend_along_prefixes(query, key, value, tree, 0.3)
+        found.append([out.detach(), *torch.autograd.grad((out * weights).sum(), inputs)])
+    bound = 1e-5 if dtype == torch.float32 else 3e-2
+    for one, other in zip(*found, strict=True):
+        assert distance(one, other) <= bound
+
+
+def test_long_pieces_are_read_by_a_cascade_and_short_ones_in_separate_rows() -> None:
+    short, long = grouped(0, groups=8, size=8), grouped(0, groups=1, size=2, longest=300)
+    assert is_finely_branched(prefix_tree(short.input_ids, short.lengths))
+    assert not is_finely_branched(prefix_tree(long.input_ids, long.lengths))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

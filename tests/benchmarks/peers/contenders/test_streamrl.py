@@ -1,5 +1,6 @@
 """What StreamRL is told, against the plan that everybody has."""
 
+import sys
 import time
 from pathlib import Path
 
@@ -45,3 +46,11 @@ def test_a_command_that_takes_too_long_is_ended_with_all_it_started(tmp_path: Pa
     while sleeper.exists() and ") Z" not in sleeper.read_text():
         assert calm_s() - began < 10
         time.sleep(0.01)
+
+
+@pytest.mark.processes
+def test_the_processor_time_of_processes_that_nobody_waits_for_counts(tmp_path: Path) -> None:
+    busy = "import time\nend = time.process_time() + 1.5\nwhile time.process_time() < end: pass"
+    script = f"trap '' CHLD; {sys.executable} -c '{busy}' & sleep 60"
+    launched = launch(["sh", "-c", script], {}, (0,), 5.0, tmp_path / "log")
+    assert launched.cpu_seconds > 0.5
