@@ -115,7 +115,8 @@ def family_cpu_s(root: int, without: Sequence[str] = ()) -> float:
 MEASURED_S = 8.0
 STEP_S = 1.5
 FASTER = 4.0
-STARTING_S = 90.0
+STARTING_S = 300.0
+"""Seconds until a run must have made its first steps; a start takes about ten on a machine with nothing else to do."""
 PARTS = ("loop", "dispatch", "batching", "lengths")
 """Sections whose settings decide what broker and dispatcher do."""
 PROMPTS = 1000

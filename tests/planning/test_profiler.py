@@ -6,11 +6,12 @@ import pytest
 
 from streamrl.planning.measuring import endless_model
 from streamrl.planning.profiler import Effort, lines, profile
-from streamrl.planning.sharing import usable_cores
+from streamrl.planning.sharing import RunCosts, usable_cores
 from streamrl.producers.generation.engines.model_files import read_facts
 from streamrl.schemas.errors import ModelError, SettingsError
 from streamrl.schemas.profiles import DecodeSettings, DeviceProfile, TrainingCosts
 from streamrl.settings.loading import as_toml, load_settings, validated
+from streamrl.settings.tree import Settings
 from tests.pipeline.tiny_model import save_tiny_model
 
 EMULATED: dict[str, Any] = {
@@ -47,8 +48,13 @@ def test_an_emulated_engine_gives_its_curve_back() -> None:
 def test_a_real_model_is_measured_through_all_real_parts(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamrl.planning.sharing.MEASURED_S", 2.0)
-    monkeypatch.setattr("streamrl.planning.sharing.STEP_S", 0.4)
+    measured: list[Settings] = []
+
+    def run_costs(found: Settings, scratch: Path) -> RunCosts:
+        measured.append(found)
+        return RunCosts(0.002, 0.1)
+
+    monkeypatch.setattr("streamrl.planning.profiler.run_costs", run_costs)
     monkeypatch.setattr("streamrl.planning.measuring.SHARING_S", 0.3)
     settings = validated(
         {
@@ -70,7 +76,9 @@ def test_a_real_model_is_measured_through_all_real_parts(
     assert {one.what.split(",")[0] for one in profiled.fitted} == {"decode step", "prefill", "train step"}
     assert found.cores is not None
     assert found.cores.number == usable_cores()
-    assert found.cores.cores_per_run + found.cores.cpu_s_per_trajectory > 0
+    assert (found.cores.cpu_s_per_trajectory, found.cores.cores_per_run) == (0.002, 0.1)
+    assert measured[0].emulation.decode == found.decode  # the run waits as long as this machine takes
+    assert measured[0].emulation.training == found.training
     assert "cores, speed" in "\n".join(lines(profiled))
     found.write(tmp_path / "p.json")
     assert DeviceProfile.read(tmp_path / "p.json") == found

@@ -83,6 +83,18 @@ def emulated(**sections: object) -> Settings:
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(900)  # two runs, each with a broker of its own
+def test_a_run_whose_engines_only_wait_shows_what_the_others_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "MEASURED_S", 2.0)
+    monkeypatch.setattr(sharing, "STEP_S", 0.4)
+    found = run_costs(emulated(), tmp_path)
+    assert found.cores_per_run + found.cpu_s_per_trajectory > 0
+    assert not psutil.Process().children()
+
+
+@pytest.mark.processes
 def test_a_run_that_ends_is_told_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "_emulated", lambda *_: {"run": {}, "nonsense": {"key": 1}})
     with pytest.raises(StreamRLError, match=r"(?s)expected an emulated run to make steps .* got: .*nonsense"):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.planning.profiler import Effort, profile
+from streamrl.planning.sharing import RunCosts
 from streamrl.settings.loading import validated
 from tests.producers.generation.engines.conftest import SLOTS, KeptDecoder
 
@@ -15,8 +16,7 @@ def test_transfers_prefills_and_steps_of_vllm_are_measured(
     vllm_decoder: KeptDecoder, no_eos_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("streamrl.planning.profiler.build_decoder", lambda *_arguments: vllm_decoder.of(no_eos_dir))
-    monkeypatch.setattr("streamrl.planning.sharing.MEASURED_S", 2.0)
-    monkeypatch.setattr("streamrl.planning.sharing.STEP_S", 0.4)
+    monkeypatch.setattr("streamrl.planning.profiler.run_costs", lambda *_: RunCosts(0.0, 0.0))
     monkeypatch.setattr("streamrl.planning.measuring.SHARING_S", 0.3)
     settings = validated(
         {
