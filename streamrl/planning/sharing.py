@@ -178,7 +178,7 @@ def fit_run_costs(slow: RunWindow, fast: RunWindow) -> RunCosts:
     """
     between = fast.rate - slow.rate
     per_trajectory = (fast.busy - slow.busy) / between if between > 0 else 0.0
-    per_trajectory = min(max(0.0, per_trajectory), fast.busy / fast.rate)
+    per_trajectory = min(max(0.0, per_trajectory), fast.busy / fast.rate if fast.rate > 0 else 0.0)
     return RunCosts(per_trajectory, max(0.0, (slow.busy + fast.busy - per_trajectory * (slow.rate + fast.rate)) / 2))
 
 
@@ -196,7 +196,7 @@ def _emulated(settings: Settings, time_scale: float) -> dict[str, dict[str, Any]
 
 
 def _window(config: Path, metrics: Path, settings: Settings) -> RunWindow:
-    """What a run spends in ``MEASURED_S`` after its first steps."""
+    """What a run spends in ``MEASURED_S`` after its first steps, or until it has made another one."""
     log = config.with_suffix(".log")
     with log.open("w") as output:
         command = [sys.executable, "-m", "streamrl", "run", str(config)]
@@ -205,6 +205,7 @@ def _window(config: Path, metrics: Path, settings: Settings) -> RunWindow:
         _wait_for_step(2 + settings.loop.staleness_bound, metrics, run, log)
         first, started_at, spent = _steps(metrics), time.monotonic(), family_cpu_s(run.pid)
         time.sleep(MEASURED_S)
+        _wait_for_step(first + 1, metrics, run, log)  # on a starved machine, none may have come yet
         steps, seconds = _steps(metrics) - first, time.monotonic() - started_at
         cpu_s = family_cpu_s(run.pid) - spent
     finally:
