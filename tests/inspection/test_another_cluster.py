@@ -10,6 +10,7 @@ import pytest
 from streamrl.bus.embedded.cluster import start_cluster
 from streamrl.bus.history import BusHistory
 from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.limits import ClientLimits
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.kafka.topic_admin import apply_topics
 from streamrl.bus.port import Bus, Outgoing
@@ -25,6 +26,8 @@ from tests.consumers.training.trainer_harness import LOOP, RUN, TRAINING, Traine
 from tests.progress import within
 
 GO_ON = IngestSettings(translate_offsets=True)
+PATIENT = ClientLimits(connect_timeout_s=60.0)
+"""Two brokers share this machine with other tests; a client of the second one has needed more than four seconds."""
 LOST = {"p/0/0/1", "p/6/0/0"}
 """One that was trained, and one that was not."""
 
@@ -128,5 +131,5 @@ async def test_a_run_moves_from_one_broker_to_another(
         clusters = []
         for servers in (bootstrap_servers, second.bootstrap_servers):
             await apply_topics(servers, run, LOOP.trajectory_partitions)
-            clusters.append(Cluster(KafkaBus(KafkaSettings(bootstrap_servers=servers)), run))
+            clusters.append(Cluster(KafkaBus(KafkaSettings(bootstrap_servers=servers), limits=PATIENT), run))
         await go_on(clusters[0], clusters[1], tmp_path / "run", model_path, mirrored=False)
