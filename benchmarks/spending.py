@@ -5,15 +5,12 @@ from contextlib import suppress
 
 import psutil
 
+from streamrl.observability.usage import cpu_s_by_process
+
 
 def cpu_s_of(roots: Iterable[int]) -> float:
     """Seconds in user and kernel mode so far, of these processes and everything below them that lives."""
-    spent = 0.0
-    for root in roots:
-        with suppress(psutil.NoSuchProcess):
-            process = psutil.Process(root)
-            spent += sum(map(_cpu_s, (process, *process.children(recursive=True))))
-    return spent
+    return sum(sum(cpu_s_by_process(root).values()) for root in roots)
 
 
 def broker_cpu_s_of(root: int) -> float:

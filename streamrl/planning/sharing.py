@@ -7,15 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import tomli_w
 
+from streamrl.inspection.environment import usable_cores
+from streamrl.observability.usage import cpu_s_by_process
 from streamrl.planning.prediction import StageEstimate
 from streamrl.producers.prompts.sources import open_source
 from streamrl.schemas.errors import StreamRLError
@@ -35,11 +36,6 @@ while os.getppid() == int(sys.argv[1]):
         square = torch.tanh(square @ square / 256)
 """
 """A program that keeps a core busy with products of matrices, as models do, as long as its parent lives."""
-
-
-def usable_cores() -> int:
-    """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 @contextmanager
@@ -96,17 +92,9 @@ class SharingMeter:
         return min(1.0, self.alone_s / self.crowded_s * turns)
 
 
-def family_cpu_s(root: int, without: Sequence[str] = ()) -> float:
-    """Seconds of processor time so far, of a process and all below it, but for programs of these names."""
-    spent = 0.0
-    with suppress(psutil.Error):
-        process = psutil.Process(root)
-        for each in (process, *process.children(recursive=True)):
-            with suppress(psutil.Error):  # it has ended in the meantime
-                if each.name() not in without:
-                    times = each.cpu_times()
-                    spent += times.user + times.system
-    return spent
+def family_cpu_s(root: int) -> float:
+    """Seconds of processor time so far, of a process and all below it."""
+    return sum(cpu_s_by_process(root).values())
 
 
 # What a run costs beside decoding and training: a real run, whose engines and trainer only wait. It runs at two paces,

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from streamrl.inspection.environment import usable_cores
 from streamrl.planning.measuring import endless_model
 from streamrl.planning.profiler import Effort, lines, profile
-from streamrl.planning.sharing import RunCosts, usable_cores
+from streamrl.planning.sharing import RunCosts
 from streamrl.producers.generation.engines.model_files import read_facts
 from streamrl.schemas.errors import ModelError, SettingsError
 from streamrl.schemas.profiles import DecodeSettings, DeviceProfile, TrainingCosts

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
+from streamrl.observability.usage import cpu_s_by_process
 
 REPOSITORY = Path(__file__).parents[3]
 GRACE_S = 40.0
@@ -58,12 +58,7 @@ def _watch(child: "subprocess.Popen[bytes]", deadline: float, spent: dict[int, f
     Counted while the processes run: the kernel adds those of a child only if its parent waits for it.
     """
     while (code := child.poll()) is None and time.time() < deadline:
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(child.pid)
-            for each in (process, *process.children(recursive=True)):
-                with contextlib.suppress(psutil.Error):  # it has ended in the meantime
-                    times = each.cpu_times()
-                    spent[each.pid] = times.user + times.system
+        spent |= cpu_s_by_process(child.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(min(COUNT_EVERY_S, max(0.0, deadline - time.time())))
     return code
