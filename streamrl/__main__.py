@@ -11,8 +11,8 @@ from streamrl.schemas import stopping
 
 def main() -> None:
     """Load the command line and run a command."""
-    stopping.handle_signals()
     try:
+        stopping.handle_signals()  # within the block, as a signal may come before this call returns
         from streamrl.cli.app import main as run_command
 
         run_command()

@@ -162,6 +162,27 @@ def test_an_interrupt_that_left_a_text_is_no_end_by_sigint(tmp_path: Path) -> No
     assert done.returncode == 128 + signal.SIGTERM
 
 
+SENT_AS_SOON_AS_HANDLED = """
+import os, signal
+set_handler = signal.signal
+def set_and_send(number, handler):
+    before = set_handler(number, handler)
+    if number == signal.SIGTERM:
+        os.kill(os.getpid(), number)
+    return before
+signal.signal = set_and_send
+from streamrl.__main__ import main
+main()
+"""
+
+
+def test_a_command_whose_signal_comes_with_the_handler_itself_ends_in_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SENT_AS_SOON_AS_HANDLED], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "stopped by SIGTERM\n")
+
+
 SWALLOWED = """
 import weakref
 class Thing:
