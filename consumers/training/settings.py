@@ -107,7 +107,7 @@ class TrainingSettings(Section):
             "without padding, each with its own positions and attention, and batching.token_budget counts no padding; "
             '"shared" does the same and computes a prefix that documents share, such as the prompt of a group, once. '
             'The last two need a model whose tokens see each other only through attention, "shared" one without '
-            "sliding windows.",
+            'sliding windows. On a CPU, `streamrl run` takes "shared" for Llama, Mistral, Qwen2 and Qwen3.',
         ),
     ] = "padded"
     attn_implementation: Annotated[

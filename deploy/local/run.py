@@ -58,7 +58,7 @@ from streamrl.deploy.wiring.broker import broker_for
 from streamrl.deploy.wiring.process import configure_logging, require_run_role
 from streamrl.inspection.diagnostics.connect import RunConnection
 from streamrl.inspection.diagnostics.feed import feed_of
-from streamrl.inspection.environment import read_machine
+from streamrl.inspection.environment import fitted_here
 from streamrl.inspection.opening import open_index
 from streamrl.observability.metrics.tracking import check_installed
 from streamrl.observability.record_index.entries import Fold
@@ -72,7 +72,7 @@ from streamrl.schemas.errors import ModelError, UserError
 from streamrl.schemas.starts import RunInput, RunStart, append_start
 from streamrl.settings.features import features, standbys
 from streamrl.settings.loading import as_toml, secret_variables
-from streamrl.settings.placement import Machine, Placement, for_machine, place
+from streamrl.settings.placement import Machine, Placement, place
 from streamrl.settings.run_directory import RunDirectory, named
 from streamrl.settings.tree import Settings
 
@@ -114,8 +114,7 @@ def run_locally(
     """
     configure_logging()
     require_run_role(settings, "run")
-    machine = read_machine()
-    settings = for_machine(named(settings), machine)
+    settings, machine = fitted_here(named(settings))
     placement = place(settings, machine)
     directory = RunDirectory(settings.run.path)
     check_checkpoints(settings)

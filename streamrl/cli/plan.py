@@ -45,10 +45,12 @@ def plan(
     It also prints the settings of that split, and runs nothing.
     """
     config, overrides = split(context.args)
+    from streamrl.inspection.environment import model_config
     from streamrl.planning.planner import MODES, Demand, Planner, Site, lines, recorded_lengths
     from streamrl.schemas.errors import UserError
     from streamrl.schemas.profiles import DeviceProfile
     from streamrl.settings.loading import load_settings
+    from streamrl.settings.placement import with_packing
 
     if trainer_devices is None and devices < 2:
         raise UserError(f"expected --devices of 2 or more, one to generate and one to train, got {devices}")
@@ -56,12 +58,15 @@ def plan(
         raise UserError(
             "expected --weights-gb, the size of the weights that cross the link, with --link-gbps, got none"
         )
+    settings = load_settings(config, overrides)
+    generating, training = (DeviceProfile.read(file) if file else None for file in (profile, trainer_profile))
+    measured = generating if trainer_devices is None else training
+    if measured is not None and measured.cores is not None:  # it trains on a CPU, as `streamrl run` would there
+        settings = with_packing(settings, model_config(settings))
     demand = Demand(
-        settings=load_settings(config, overrides),
-        generation=Site(devices, DeviceProfile.read(profile) if profile else None, price),
-        training=None
-        if trainer_devices is None
-        else Site(trainer_devices, DeviceProfile.read(trainer_profile) if trainer_profile else None, trainer_price),
+        settings=settings,
+        generation=Site(devices, generating, price),
+        training=None if trainer_devices is None else Site(trainer_devices, training, trainer_price),
         link_gbps=link_gbps,
         weights_gb=weights_gb,
         recorded=recorded_lengths(lengths),
@@ -80,11 +85,12 @@ def profile(
     It measures the configured engine and model on this machine.
     """
     config, overrides = split(context.args)
+    from streamrl.inspection.environment import fitted_here
     from streamrl.planning.profiler import QUICK, THOROUGH, lines
     from streamrl.planning.profiler import profile as measure
     from streamrl.settings.loading import load_settings
 
-    settings = load_settings(config, overrides)
+    settings, _ = fitted_here(load_settings(config, overrides))
     _require_writable(out)  # before minutes of measuring
     profiled = measure(settings, QUICK if quick else THOROUGH, print)
     print("\n".join(lines(profiled)))

@@ -34,7 +34,7 @@ from streamrl.deploy.local.task_check import (
 from streamrl.init.checklist import Check, Checklist, Report, closing_line
 from streamrl.init.precision import slow_bfloat16
 from streamrl.init.reward_checks import MAX_SHOWN_CHARACTERS, check_opening, check_rewards, cut, rendered_by
-from streamrl.inspection.environment import read_machine
+from streamrl.inspection.environment import fitted_here
 from streamrl.observability.metrics.tracking import try_trackers
 from streamrl.producers.generation.engines.model_files import UNLIMITED, ModelFacts, read_facts
 from streamrl.producers.generation.tokenizer import ModelTokenizer
@@ -42,7 +42,7 @@ from streamrl.schemas.errors import CheckpointError, UserError
 from streamrl.schemas.import_path import load_function
 from streamrl.schemas.trajectories import Prompt
 from streamrl.settings.features import Feature, features
-from streamrl.settings.placement import for_machine, place
+from streamrl.settings.placement import place
 from streamrl.settings.run_directory import named
 from streamrl.settings.tree import Settings
 
@@ -54,12 +54,12 @@ MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
 
 def dry_run(settings: Settings, report: Report) -> int:
     """Check everything and report it; returns 0, or 2 if a check failed."""
-    settings, machine = named(settings), read_machine()
+    settings = named(settings)
     checklist = Checklist(report)
     checklist.add(Check("settings", "ok", f"run {settings.run.name}, in {settings.run.path}/"))
-    if (fitted := checklist.attempt("placement", lambda: for_machine(settings, machine))) is not None:
-        settings = fitted
-        checklist.run("placement", lambda: Check("placement", "ok", "; ".join(place(fitted, machine).lines())))
+    if (fitted := checklist.attempt("placement", lambda: fitted_here(settings))) is not None:
+        settings = fitted[0]
+        checklist.run("placement", lambda: Check("placement", "ok", "; ".join(place(*fitted).lines())))
     emulated = settings.generation.engine == "emulated"
     if settings.data.requests_only:
         checklist.add(Check("data", "ok", "no prompts: trajectories come from gateway requests and environments"))

