@@ -2,7 +2,7 @@
 
 import argparse
 import json
-import resource
+import os
 import sys
 import tempfile
 import time
@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.commands import ROOT, STREAMRL, output_of
+from benchmarks.commands import ROOT, STREAMRL, launch, output_of
 from benchmarks.conditions import conditions
 from streamrl.bus.embedded.runtime import cache_root
 from streamrl.demo.warm_start import ensure_warm_started_model
@@ -19,6 +19,8 @@ from streamrl.settings.placement import ProcessPlace
 
 HERE = Path(__file__).parent
 ENGINES = ("transformers", "vllm")
+LIMIT_S = 3600.0
+"""A demo that takes longer is ended; it takes minutes."""
 LIBRARIES = ("torch", "transformers", "numpy")
 MOMENTS = {
     "accuracy": "",
@@ -83,10 +85,13 @@ def rows_of_seed(pythons: dict[str, str], seed: int) -> list[dict[str, Any]]:
 def _demo(python: str, engine: str, seed: int, directory: Path) -> tuple[dict[str, Any], float]:
     """Its ``summary.json``, and the processor seconds of all that it started."""
     # Broker and both evaluations included, which the control need not do: it gets rather more than the training.
-    spent = _children_cpu_s()
     where = (f"--run.directory={directory}", "--run.name=demo")
-    output_of([python, *STREAMRL[1:], "demo", "--engine", engine, "--seed", str(seed), *where])
-    return json.loads((directory / "demo" / "summary.json").read_text()), _children_cpu_s() - spent
+    command = [python, *STREAMRL[1:], "demo", "--engine", engine, "--seed", str(seed), *where]
+    log = directory.with_suffix(".log")
+    launched = launch(command, {}, sorted(os.sched_getaffinity(0)), LIMIT_S, log)
+    if launched.exit_code != 0:
+        raise RuntimeError(f"expected {' '.join(command)} to succeed, got {launched.exit_code}: {log.read_text()}")
+    return json.loads((directory / "demo" / "summary.json").read_text()), launched.cpu_seconds
 
 
 def _control(model: Path, seed: int, seconds: float, out: Path) -> dict[str, Any]:
@@ -122,12 +127,6 @@ def line(row: dict[str, Any]) -> str:
         f"{row['sampled_after']:.3f}, control {row['control_sampled_after']:.3f}; "
         f"length {row['length_before']:.1f} → {row['length_after']:.1f}"
     )
-
-
-def _children_cpu_s() -> float:
-    """Of all processes that were started here, or below here, and have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -16,6 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from benchmarks.peers.contenders import streamrl, trl
 from benchmarks.peers.contenders.plan import Hyperparameters, Plan, Trained
 from benchmarks.peers.judging.judge import HeldOut, Judged, judge
@@ -23,9 +26,11 @@ from benchmarks.peers.judging.report import SHARES, figures, hardware, parts_of_
 from benchmarks.peers.task import write_entries
 from benchmarks.peers.tasks import TASKS, Task, training_entries
 from streamrl.bus.embedded.jars import KAFKA_VERSION
+from streamrl.schemas.fingerprints import text_fingerprint
 
 RESULTS = Path(__file__).parents[1] / "results"
 CORES = 2
+JUDGED = TypeAdapter(Judged)
 CONTENDERS: dict[str, Callable[[Plan], Trained]] = {
     **{f"streamrl {name}": partial(streamrl.train, name) for name in streamrl.TUNED},
     **{f"TRL GRPOTrainer, {name}": partial(trl.train, name) for name in trl.VARIANTS},
@@ -61,7 +66,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--held-out", type=int, help="prompts of the evaluation")
     parser.add_argument("--save-every", type=int, help="optimizer steps between evaluated weights")
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
-    parser.add_argument("--keep", type=Path, help="keep runs, weights and logs in this directory")
+    parser.add_argument("--keep", type=Path, help="keep runs and logs here, and train only what is missing")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where peers.json and the picture go")
     parser.add_argument("--quick", action="store_true", help="a few steps of each, to see that it works; no README")
     options = parser.parse_args(arguments)
@@ -79,6 +84,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 def _warm_up(options: argparse.Namespace, policy: Path, folder: Path) -> None:
     """One step of each that does not count: the first to start would pay for a disk that was just written to."""
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     prompts, same = folder / "prompts.jsonl", replace(options.same, max_steps=1)
     write_entries(prompts, options.task.training(0, 2 * same.groups_per_step))
@@ -123,7 +129,7 @@ def _cores() -> tuple[int, ...]:
 
 def _round(options: argparse.Namespace, policy: Path, folder: Path, seed: int) -> list[Judged]:
     """Every contender once, in an order that changes with the seed."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     prompts, held_out = folder / "prompts.jsonl", folder / "held_out.jsonl"
     task, same = options.task, options.same
     write_entries(prompts, training_entries(task, same, seed))
@@ -135,14 +141,28 @@ def _round(options: argparse.Namespace, policy: Path, folder: Path, seed: int) -
     names = options.contenders
     for name in names[seed % len(names) :] + names[: seed % len(names)]:
         plan = _plan(options, policy, prompts, _place(folder, name), seed, options.save_every, same)
-        trained = CONTENDERS[name](plan)
-        judged.append(judge(trained, examiner, _place(folder, name)))
+        judged.append(_once(name, plan, examiner))
         last = judged[-1].curve[-1]
         print(
-            f"seed {seed}, {trained.contender}: {last.step} steps in {last.seconds:.0f} s, held-out reward "
+            f"seed {seed}, {name}: {last.step} steps in {last.seconds:.0f} s, held-out reward "
             f"{judged[-1].curve[0].reward:.3f} → {last.reward:.3f}; load {os.getloadavg()[0]:.1f}",
             flush=True,
         )
+    return judged
+
+
+def _once(name: str, plan: Plan, examiner: HeldOut) -> Judged:
+    """A contender's run with its curve, which is kept: the same plan and settings are not trained again."""
+    settings = json.dumps([plan.as_json(), streamrl.TUNED, trl.TUNED, trl.VARIANTS])
+    kept = plan.output / f"judged-{text_fingerprint(settings)}.json"
+    if kept.exists():
+        return JUDGED.validate_json(kept.read_bytes())
+    shutil.rmtree(plan.output, ignore_errors=True)  # of a run that was interrupted, or of other settings
+    trained = CONTENDERS[name](plan)
+    judged = judge(trained, examiner, plan.output)
+    for saved in trained.saved:  # of a larger model, all of them would fill a disk
+        shutil.rmtree(saved.weights)
+    kept.write_bytes(JUDGED.dump_json(judged, indent=2))
     return judged
 
 

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.contenders.launching import REPOSITORY, launch
+from benchmarks.commands import ROOT, launch
 from benchmarks.peers.contenders.plan import Plan, Saved, Trained
 
-ENVIRONMENT = REPOSITORY / ".venv-trl"
+ENVIRONMENT = ROOT / ".venv-trl"
 REQUIREMENTS = Path(__file__).parents[1] / "requirements-trl.txt"
 TUNED: dict[str, Any] = {
     "processes": 1,
@@ -83,7 +83,7 @@ def train(variant: str, plan: Plan, tuning: dict[str, Any] | None = None) -> Tra
         "MKL_NUM_THREADS": threads,
         "OMP_WAIT_POLICY": tuned["wait_policy"],
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONPATH": str(ROOT),
     }
     command = [str(python), "-W", "ignore", *_launcher(tuned["processes"]), str(written)]
     launched = launch(command, environment, plan.cores, plan.limit_s, plan.output / "output.log")
