@@ -333,6 +333,7 @@ def _smollm2(run: str) -> Example:
         *_learning(max_steps=100, learning_rate=1e-5, checkpoint_every=50),
         Entry("training.warmup_steps", 5),
         Entry("training.threads", 2, "the trainer has ten times the worker's work"),
+        Entry("training.packing", "shared", "a group's prompt, most of its tokens here, is computed once"),
         Entry("training.dtype", dtype, measured),
         Entry("generation.dtype", dtype, measured),
         Entry(

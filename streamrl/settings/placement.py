@@ -141,7 +141,7 @@ def for_machine(settings: Settings, machine: Machine, model: Mapping[str, Any]) 
     if trains_on_cuda(settings, machine):
         dtype = "bfloat16" if has_bfloat16 else None
         settings = _with(settings, "training", dtype=dtype, gradient_checkpointing=True)
-    else:
+    elif _has_trainer(settings):  # one that is started alone has its own settings, which the run records
         settings = with_packing(settings, model)
     if samples_on_cuda(settings, machine):
         dtype = "bfloat16" if has_bfloat16 else None

@@ -141,6 +141,7 @@ def test_resolved_settings_are_placed_as_they_were(tmp_path: Path) -> None:
         (0, {"model_type": "mistral", "sliding_window": None, "layer_types": ["full_attention"]}, [], "shared"),
         (2, PLAIN, ["--training.device=cpu"], "shared"),
         (2, PLAIN, [], "padded"),
+        (0, PLAIN, ["--run.trainer=false"], "padded"),
         (0, PLAIN, ["--training.packing=varlen"], "varlen"),
         (0, PLAIN, ["--training.packing=padded"], "padded"),
         (0, PLAIN, ["--training.backend=emulated", "--generation.engine=emulated"], "padded"),
@@ -150,7 +151,7 @@ def test_resolved_settings_are_placed_as_they_were(tmp_path: Path) -> None:
         (0, {}, [], "padded"),
     ],
 )
-def test_a_trainer_on_a_processor_computes_prompts_once_unless_told_or_not_able(
+def test_a_runs_trainer_on_a_processor_computes_prompts_once_unless_told_or_not_able(
     devices: int, model: dict[str, object], arguments: list[str], packing: str
 ) -> None:
     assert for_machine(load_settings(None, [*BASE, *arguments]), machine(devices), model).training.packing == packing

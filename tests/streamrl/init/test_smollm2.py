@@ -73,6 +73,7 @@ def test_the_written_configuration_is_a_whole_one(tmp_path: Path) -> None:
     path = tmp_path / "streamrl.toml"
     path.write_text(as_commented_toml(made.head, made.entries))
     settings = load_settings(path, [])
+    assert settings.training.packing == "shared", "a group's prompt is most of its tokens"
     assert settings.rewards.answer_pattern == ANSWER_PATTERN
     assert settings.evaluation.function is not None
     assert load_function(settings.evaluation.function) is smollm2.evaluate_held_out
