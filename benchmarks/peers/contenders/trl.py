@@ -16,7 +16,7 @@ TUNED: dict[str, Any] = {
     "threads": 2,
     "wait_policy": "PASSIVE",
     "micro_batch": 32,
-    "steps_per_generation": None,
+    "optimizer_steps_per_generation": 1,
     "continuous_batching": False,
     "cache_implementation": None,
 }
@@ -27,9 +27,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two processes": {"processes": 2, "threads": 1},
     # One generation of twice the samples for two optimizer steps: its longest completion is waited for half as often,
     # and the second step is a step off policy.
-    "two processes, two steps a generation": {"processes": 2, "threads": 1, "steps_per_generation": 4},
+    "two processes, two steps a generation": {
+        "processes": 2,
+        "threads": 1,
+        "optimizer_steps_per_generation": 2,
+    },
 }
-"""What replaces some of ``TUNED``. ``steps_per_generation`` counts micro-batches of all processes, as TRL does.
+"""What replaces some of ``TUNED``. ``micro_batch``: most completions of a process at once.
 
 Not among them, since weights reach neither on a CPU: generation by vLLM's server, and the asynchronous trainer, which
 needs that server. TRL sends weights over NCCL alone and refuses other devices (``generation/vllm_client.py``).

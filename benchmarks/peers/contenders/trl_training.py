@@ -40,7 +40,8 @@ def _config(plan: dict[str, Any]) -> Any:
 
     ours, tuned = plan["hyperparameters"], plan["trl"]
     samples = ours["groups_per_step"] * ours["num_generations"]
-    at_once = tuned["micro_batch"] * tuned["processes"]
+    micro_batch = min(tuned["micro_batch"], samples // tuned["processes"])
+    in_a_step = samples // (micro_batch * tuned["processes"])
     same = (
         *("num_generations", "max_completion_length", "temperature", "learning_rate", "adam_beta2", "warmup_steps"),
         *("max_grad_norm", "epsilon", "epsilon_high", "beta", "loss_type", "scale_rewards", "max_steps"),
@@ -53,9 +54,9 @@ def _config(plan: dict[str, Any]) -> Any:
         bf16=ours["dtype"] == "bfloat16",
         ddp_backend="gloo" if tuned["processes"] > 1 else None,
         gradient_checkpointing=False,
-        per_device_train_batch_size=tuned["micro_batch"],
-        gradient_accumulation_steps=samples // at_once,
-        steps_per_generation=tuned["steps_per_generation"],
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=in_a_step,
+        steps_per_generation=in_a_step * tuned["optimizer_steps_per_generation"],
         use_transformers_continuous_batching=tuned["continuous_batching"],
         cache_implementation=tuned["cache_implementation"],
         lr_scheduler_type="constant_with_warmup" if ours["warmup_steps"] else "constant",
