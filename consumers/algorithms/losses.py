@@ -131,14 +131,38 @@ def _score(
 
 def _score_piece(states: Tensor, head: Head | None, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probs [K] of ``targets`` and the sum of the K entropies, in float32."""
-    # log p(t) = z_t / T - logsumexp(z / T), in float32: autocast's bfloat16 logits are too coarse for the sum.
-    logits = (states if head is None else head(states)).float() / temperatures.unsqueeze(1)
-    normaliser = torch.logsumexp(logits, dim=-1)
-    scored = logits.gather(1, targets.unsqueeze(1)).squeeze(1) - normaliser
-    with torch.no_grad():  # H = logsumexp(z) - sum p z, in nats
-        probabilities = torch.exp(logits - normaliser.unsqueeze(1))
-        entropy = (normaliser - (probabilities * logits).sum(dim=-1)).sum()
-    return scored, entropy
+    # In float32, as the temperatures are: autocast's bfloat16 logits are too coarse for sums over a vocabulary.
+    logits = (states if head is None else head(states)) / temperatures.unsqueeze(1)
+    score: Callable[..., tuple[Tensor, Tensor]] = _Scores.apply
+    return score(logits, targets.unsqueeze(1))
+
+
+class _Scores(torch.autograd.Function):
+    """Log-probs [K] of ``targets`` [K, 1] and the sum of the K entropies, which has no gradient, of logits z [K, V].
+
+    log p(t) = z_t - log sum exp(z),    H = log sum exp(z) - sum p z in nats,    d log p(t) / dz = (1 at t) - p.
+
+    Written out, because these few passes over all logits are half of those that autograd would make.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        largest = logits.amax(1, keepdim=True)
+        weights = (logits - largest).exp_()  # p = weights / total
+        total = weights.sum(1, keepdim=True)
+        normaliser = largest + total.log()
+        ctx.save_for_backward(weights, total, targets)
+        with torch.autocast(logits.device.type, enabled=False):  # which would take this product in bfloat16
+            weighted = torch.linalg.vecdot(weights, logits).unsqueeze(1)
+        entropy = (normaliser - weighted / total).sum()
+        ctx.mark_non_differentiable(entropy)
+        return (logits.gather(1, targets) - normaliser).squeeze(1), entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        weights, total, targets = ctx.saved_tensors
+        gradient = gradients[0].unsqueeze(1)
+        return (weights * (-gradient / total)).scatter_add_(1, targets, gradient), None
 
 
 @dataclass(frozen=True)
