@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import structlog
@@ -201,7 +202,8 @@ def _outcomes(ranges: list[range], jobs: int, scenario: str | None, takes: str |
         for seeds in ranges:
             yield from _run_range(seeds, scenario, takes)
         return
-    with ProcessPoolExecutor(jobs) as pool:
+    # Not forked: a fork of a process with threads, as a test's is, may end in a crash.
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         for outcomes in pool.map(partial(_run_range, scenario=scenario, takes=takes), ranges):
             yield from outcomes
 
