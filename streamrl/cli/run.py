@@ -207,14 +207,14 @@ def show(context: typer.Context, json: Annotated[bool, typer.Option("--json", he
     end list the devices and threads that each process would get.
     """
     path, overrides = split(context.args)
-    from streamrl.inspection.environment import model_config, read_machine
+    from streamrl.inspection.environment import fitted_here
     from streamrl.schemas.errors import SettingsError
     from streamrl.settings.loading import as_toml, load_settings
-    from streamrl.settings.placement import for_machine, place
+    from streamrl.settings.placement import place
 
-    settings, machine = load_settings(path, overrides, to_look=True), read_machine()
+    settings = load_settings(path, overrides, to_look=True)
     try:
-        settings = for_machine(settings, machine, model_config(settings))
+        settings, machine = fitted_here(settings)
         lines = place(settings, machine).lines()
     except SettingsError as error:  # the settings are still printed, because the user has to correct them
         lines = [f"not possible: {error}"]

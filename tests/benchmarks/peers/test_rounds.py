@@ -1,4 +1,4 @@
-"""Rounds of the comparison that was interrupted: what was judged is not trained again."""
+"""A comparison that was interrupted goes on: no judged run is trained again."""
 
 from dataclasses import replace
 from pathlib import Path
