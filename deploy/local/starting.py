@@ -1,15 +1,17 @@
 """Starts a run's broker while the task is checked: the broker takes one processor, the check another one.
 
 Invariant a_refused_start_leaves_nothing: if the check refuses the run, the broker is stopped, and everything that its
-start created is removed.
+start created is removed. The same holds if the check is interrupted, or the wait for the broker after it.
 """
 
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
+
+from streamrl.schemas.stopping import held
 
 T = TypeVar("T")
 
@@ -24,13 +26,15 @@ def broker_beside(broker: AbstractContextManager[str], data: Path, check: Callab
         Exception: the check's error, else the broker's.
     """
     created = [folder for folder in (data, *data.parents) if not folder.exists()]
-    with ExitStack() as stack:
+    with ExitStack() as stack, ThreadPoolExecutor(1, thread_name_prefix="broker") as pool:
         try:
-            with ThreadPoolExecutor(1, thread_name_prefix="broker") as pool:
+            with held():  # a pool that is interrupted here does not know its thread, and would not wait for it
                 starting = pool.submit(stack.enter_context, broker)
-                found = check()
+            found = check()
+            wait([starting])
         except BaseException:
-            stack.close()  # the pool is closed by now, so the broker has started, or failed to
+            pool.shutdown()  # then the broker has started, or failed to, and can be stopped
+            stack.close()
             if data in created:
                 shutil.rmtree(data, ignore_errors=True)
             for folder in created:

@@ -96,7 +96,8 @@ def prepare(progress: Progress) -> Runtime:
     Raises BrokerError if there is no Java, or if jars are missing and cannot be downloaded.
     """
     java = find_java()
-    folder = cache_root() / "runtime" / f"kafka-{KAFKA_VERSION}"
+    # Resolved, because Java takes its archive only with the very paths of the jars, whichever links lead there.
+    folder = (cache_root() / "runtime" / f"kafka-{KAFKA_VERSION}").resolve()
     try:
         # First without the lock: a warm start must not wait for another process that prepares.
         if runtime := _made(java, folder):

@@ -76,6 +76,18 @@ def test_archives_of_other_javas_stay_and_those_of_other_jars_go(tmp_path: Path)
     assert sorted(tmp_path.glob("classes-*")) == sorted([one, other])
 
 
+@pytest.mark.processes
+def test_a_cache_behind_a_link_is_taken_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bootstrap_servers: str
+) -> None:
+    made = prepare(print)
+    (tmp_path / "linked").symlink_to(cache_root())
+    monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "linked"))
+    told: list[str] = []
+    assert prepare(told.append) == made
+    assert not told
+
+
 @pytest.mark.long
 def test_an_archive_is_made_once_for_two_environments_and_is_taken_in_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bootstrap_servers: str

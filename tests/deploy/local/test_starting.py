@@ -1,5 +1,7 @@
 """The broker starts while the task is checked; a refused start leaves no file and no broker."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,6 +68,54 @@ def test_a_refused_start_of_an_existing_run_keeps_its_files(tmp_path: Path) -> N
     ):
         raise AssertionError("refused")
     assert (data / "records").read_text() == "earlier ones"
+
+
+INTERRUPTED = """
+import signal, threading, time
+from contextlib import contextmanager
+from pathlib import Path
+from streamrl.deploy.local.starting import broker_beside
+from streamrl.schemas.stopping import handle_signals
+
+data = Path("runs/mine/kafka")
+
+def interrupt():
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+
+@contextmanager
+def broker():
+    {while_it_starts}
+    time.sleep(0.5)
+    data.mkdir(parents=True)
+    yield "127.0.0.1:9"
+    print("stopped")
+
+handle_signals()
+start = threading.Thread.start
+{before}
+with broker_beside(broker(), data, lambda: None):
+    print("not interrupted")
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("while_it_starts", "before"),
+    [
+        ("interrupt()", ""),
+        ("pass", "threading.Thread.start = lambda thread: (start(thread), interrupt())"),
+    ],
+    ids=["after the check", "as the broker's thread starts"],
+)
+def test_an_interrupted_start_stops_a_broker_that_is_still_starting_and_leaves_nothing(
+    while_it_starts: str, before: str, tmp_path: Path
+) -> None:
+    code = INTERRUPTED.format(while_it_starts=while_it_starts, before=before)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.stderr.splitlines()[-1]) == ("stopped\n", "KeyboardInterrupt")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_broker_that_does_not_start_is_reported_after_the_check(tmp_path: Path) -> None:

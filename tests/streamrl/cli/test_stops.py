@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -34,35 +36,59 @@ def marked(mark: str) -> list[str]:
     return [command for command in found if command]  # a zombie has none
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="who is left is looked up in /proc")
-@pytest.mark.parametrize("moment_s", MOMENTS_S)
-def test_sigterm_while_the_demo_starts_leaves_no_process_behind(moment_s: float, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
+@contextmanager
+def demo(folder: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """`streamrl demo` in a folder, with a cache that has all that a first start would fetch, and no model.
+
+    It is to be stopped in the block: at its end, that has been reported and nothing is left of the demo.
+    """
+    cache = folder / "cache"
     cache.mkdir()
-    # All that a first start would fetch is there, but for the model.
     for made in cache_root().glob("*"):
         if made.name != "models":
             (cache / made.name).symlink_to(made)
     mark = f"{os.getpid()}-{time.time_ns()}"
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "streamrl", "demo"],
-        cwd=tmp_path,
+        [sys.executable, "-P", "-m", "streamrl", "demo", *arguments],
+        cwd=folder,
         env={**os.environ, "STREAMRL_CACHE": str(cache), MARK: mark},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = calm_s() + 60
-    while not handles_sigterm(process.pid):
-        assert calm_s() < deadline
-        time.sleep(0.005)
-    time.sleep(moment_s)
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=120)
+    try:
+        yield process
+        _, said = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert marked(mark) == []
     assert (process.returncode, said) == (128 + signal.SIGTERM, "stopped by SIGTERM\n")
     assert not list(cache.glob("models/.making-*"))
-    assert not (tmp_path / "runs").exists()
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="who is left is looked up in /proc")
+@pytest.mark.parametrize("moment_s", MOMENTS_S)
+def test_sigterm_while_the_demo_starts_leaves_no_process_behind(moment_s: float, tmp_path: Path) -> None:
+    with demo(tmp_path, "--seed=1") as process:  # the model of seed 0 is shipped
+        deadline = calm_s() + 60
+        while not handles_sigterm(process.pid):
+            assert calm_s() < deadline
+            time.sleep(0.005)
+        time.sleep(moment_s)
+        process.send_signal(signal.SIGTERM)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="who is left is looked up in /proc")
+@pytest.mark.parametrize("delay_s", [0.0, 0.5])
+def test_sigterm_while_the_broker_of_the_demo_starts_leaves_no_process_and_no_file(
+    delay_s: float, tmp_path: Path
+) -> None:
+    with demo(tmp_path) as process:
+        assert process.stdout is not None
+        assert any(line.startswith("starting Kafka") for line in process.stdout)
+        time.sleep(delay_s)
+        process.send_signal(signal.SIGTERM)
 
 
 CRASHES_AT_ITS_END = """
