@@ -204,6 +204,13 @@ class CoreCosts(SettingsTable):
     cpu_s_per_trajectory: Annotated[
         Seconds, Field(description="Seconds of a core that broker, dispatcher and all others spend on a trajectory.")
     ] = 0.0
+    worker_s_per_trajectory: Annotated[
+        Seconds,
+        Field(
+            description="Seconds that a worker itself spends on a trajectory, while its engine waits; 0 if the engine "
+            "computes in another process."
+        ),
+    ] = 0.0
     cores_per_run: Annotated[
         float, Field(ge=0, description="Cores that they keep busy at all times, whatever the run does.")
     ] = 0.0

@@ -35,6 +35,11 @@ CONTENDERS: dict[str, Callable[[Plan], Trained]] = {
     **{f"streamrl {name}": partial(streamrl.train, name) for name in streamrl.TUNED},
     **{f"TRL GRPOTrainer, {name}": partial(trl.train, name) for name in trl.VARIANTS},
 }
+SETTINGS: dict[str, dict[str, Any]] = {
+    **{f"streamrl {name}": settings for name, settings in streamrl.TUNED.items()},
+    **{f"TRL GRPOTrainer, {name}": trl.TUNED | settings for name, settings in trl.VARIANTS.items()},
+}
+"""Of each contender, beside those of the plan."""
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -152,9 +157,9 @@ def _round(options: argparse.Namespace, policy: Path, folder: Path, seed: int) -
 
 
 def _once(name: str, plan: Plan, examiner: HeldOut) -> Judged:
-    """A contender's run with its curve, which is kept: the same plan and settings are not trained again."""
-    settings = json.dumps([plan.as_json(), streamrl.TUNED, trl.TUNED, trl.VARIANTS])
-    kept = plan.output / f"judged-{text_fingerprint(settings)}.json"
+    """A contender's run with its curve, which is kept: equal plan, settings and questions are not trained again."""
+    known = json.dumps([plan.as_json(), SETTINGS[name], plan.prompts.read_text(), examiner.prompts.read_text()])
+    kept = plan.output / f"judged-{text_fingerprint(known)}.json"
     if kept.exists():
         return JUDGED.validate_json(kept.read_bytes())
     shutil.rmtree(plan.output, ignore_errors=True)  # of a run that was interrupted, or of other settings

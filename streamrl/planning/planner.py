@@ -278,7 +278,10 @@ def measured_settings(settings: Settings, generation: DeviceProfile | None, trai
     """The settings with measured costs instead of emulated ones."""
     emulation: dict[str, object] = {}
     if generation is not None:
-        emulation["decode"] = generation.decode
+        decode, cores = generation.decode, generation.cores
+        # Prefills come once a trajectory, too, and decode steps wait for them.
+        prefill_s = decode.prefill_s + (cores.worker_s_per_trajectory if cores is not None else 0.0)
+        emulation["decode"] = decode.model_copy(update={"prefill_s": prefill_s})
     if training is not None:
         emulation["training"] = training.training
     return _with(settings, "emulation", **emulation)

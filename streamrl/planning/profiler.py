@@ -177,12 +177,15 @@ def _core_costs(
     except StreamRLError as error:  # no Java, for example
         progress(f"cannot measure a run, so its other processes count as free: {error}")
         costs = RunCosts(0.0, 0.0)
+    # Python runs one thread of a process at a time. vLLM computes in a process of its own.
+    worker_s = costs.worker_cpu_s_per_trajectory if settings.generation.engine == "transformers" else 0.0
     return CoreCosts(
         number=engine.cores,
         full_speed=(engine.full_speed * trainer.full_speed) ** 0.5,
         engine_cores=engine.used,
         trainer_cores=trainer.used,
-        cpu_s_per_trajectory=costs.cpu_s_per_trajectory,
+        cpu_s_per_trajectory=costs.cpu_s_per_trajectory - worker_s,
+        worker_s_per_trajectory=worker_s,
         cores_per_run=costs.cores_per_run,
     )
 
@@ -295,7 +298,8 @@ def _summary(profile: DeviceProfile) -> Iterator[str]:
         yield (
             f"{cores.number:g} cores, speed {cores.full_speed:.0%} if all are busy; engine {cores.engine_cores:.2f}, "
             f"trainer {cores.trainer_cores:.2f}, others {cores.cores_per_run:.2f} + "
-            f"{1e3 * cores.cpu_s_per_trajectory:.2f} ms per trajectory"
+            f"{1e3 * cores.cpu_s_per_trajectory:.2f} ms per trajectory, of a worker's engine "
+            f"{1e3 * cores.worker_s_per_trajectory:.2f} ms"
         )
 
 

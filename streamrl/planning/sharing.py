@@ -10,9 +10,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import tomli_w
 
 from streamrl.inspection.environment import usable_cores
@@ -113,19 +115,24 @@ PROMPTS = 1000
 
 @dataclass(frozen=True)
 class RunCosts:
-    """Seconds of a core for each trajectory, and cores that are busy at all times."""
+    """Seconds of a core for each trajectory, and cores that are busy at all times.
+
+    ``worker_cpu_s_per_trajectory``: of the seconds for a trajectory, those of its worker.
+    """
 
     cpu_s_per_trajectory: float
     cores_per_run: float
+    worker_cpu_s_per_trajectory: float = 0.0
 
 
 @dataclass(frozen=True)
 class RunWindow:
-    """Some seconds of a run: its trajectories, and the processor time that it spent."""
+    """Some seconds of a run: its trajectories, and the processor time that it spent, and of that its workers."""
 
     trajectories: int
     seconds: float
     cpu_s: float
+    worker_cpu_s: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -165,9 +172,12 @@ def fit_run_costs(slow: RunWindow, fast: RunWindow) -> RunCosts:
     Neither is below zero.
     """
     between = fast.rate - slow.rate
-    per_trajectory = (fast.busy - slow.busy) / between if between > 0 else 0.0
-    per_trajectory = min(max(0.0, per_trajectory), fast.busy / fast.rate if fast.rate > 0 else 0.0)
-    return RunCosts(per_trajectory, max(0.0, (slow.busy + fast.busy - per_trajectory * (slow.rate + fast.rate)) / 2))
+    per_trajectory, of_worker = 0.0, 0.0
+    if between > 0:
+        per_trajectory = min(max(0.0, (fast.busy - slow.busy) / between), fast.busy / fast.rate)
+        of_worker = (fast.worker_cpu_s / fast.seconds - slow.worker_cpu_s / slow.seconds) / between
+    always = max(0.0, (slow.busy + fast.busy - per_trajectory * (slow.rate + fast.rate)) / 2)
+    return RunCosts(per_trajectory, always, min(max(0.0, of_worker), per_trajectory))
 
 
 def _emulated(settings: Settings, time_scale: float) -> dict[str, dict[str, Any]]:
@@ -191,11 +201,12 @@ def _window(config: Path, metrics: Path, settings: Settings) -> RunWindow:
         run = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=own_environment())
     try:
         _wait_for_step(2 + settings.loop.staleness_bound, metrics, run, log)
-        first, started_at, spent = _steps(metrics), time.monotonic(), family_cpu_s(run.pid)
+        first, started_at, spent = _steps(metrics), time.monotonic(), cpu_s_by_process(run.pid)
         time.sleep(MEASURED_S)
         _wait_for_step(first + 1, metrics, run, log)  # on a starved machine, none may have come yet
         steps, seconds = _steps(metrics) - first, time.monotonic() - started_at
-        cpu_s = family_cpu_s(run.pid) - spent
+        since = {pid: cpu_s - spent.get(pid, 0.0) for pid, cpu_s in cpu_s_by_process(run.pid).items()}
+        worker_cpu_s = sum(cpu_s for pid, cpu_s in since.items() if _is_worker(pid))
     finally:
         run.send_signal(signal.SIGINT)
         try:
@@ -203,7 +214,14 @@ def _window(config: Path, metrics: Path, settings: Settings) -> RunWindow:
         except subprocess.TimeoutExpired:
             run.kill()
             run.wait()
-    return RunWindow(steps * settings.loop.groups_per_step * settings.loop.num_generations, seconds, cpu_s)
+    trajectories = steps * settings.loop.groups_per_step * settings.loop.num_generations
+    return RunWindow(trajectories, seconds, sum(since.values()), worker_cpu_s)
+
+
+def _is_worker(pid: int) -> bool:
+    with suppress(psutil.Error):  # it has ended
+        return ("streamrl", "worker") in pairwise(psutil.Process(pid).cmdline())
+    return False
 
 
 def own_environment() -> dict[str, str]:

@@ -53,7 +53,7 @@ def test_a_real_model_is_measured_through_all_real_parts(
 
     def run_costs(found: Settings, scratch: Path) -> RunCosts:
         measured.append(found)
-        return RunCosts(0.002, 0.1)
+        return RunCosts(0.002, 0.1, 0.0005)
 
     monkeypatch.setattr("streamrl.planning.profiler.run_costs", run_costs)
     monkeypatch.setattr("streamrl.planning.measuring.SHARING_S", 0.3)
@@ -77,7 +77,8 @@ def test_a_real_model_is_measured_through_all_real_parts(
     assert {one.what.split(",")[0] for one in profiled.fitted} == {"decode step", "prefill", "train step"}
     assert found.cores is not None
     assert found.cores.number == usable_cores()
-    assert (found.cores.cpu_s_per_trajectory, found.cores.cores_per_run) == (0.002, 0.1)
+    assert (found.cores.cpu_s_per_trajectory, found.cores.cores_per_run) == (0.0015, 0.1)
+    assert found.cores.worker_s_per_trajectory == 0.0005
     assert measured[0].emulation.decode == found.decode  # the run waits as long as this machine takes
     assert measured[0].emulation.training == found.training
     assert "cores, speed" in "\n".join(lines(profiled))

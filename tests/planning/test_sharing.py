@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from streamrl.planning import sharing
 from streamrl.planning.sharing import (
+    RunCosts,
     RunWindow,
     SharingMeter,
     family_cpu_s,
@@ -25,17 +26,25 @@ from streamrl.settings.tree import Settings
 def test_two_windows_give_what_a_run_and_a_trajectory_cost(
     always: float, per_trajectory: float, slow: int, fast: int
 ) -> None:
-    windows = [RunWindow(number, 8.0, 8.0 * always + number * per_trajectory) for number in (slow, fast)]
+    windows = [
+        RunWindow(number, 8.0, 8.0 * always + number * per_trajectory, 2.0 * always + number * per_trajectory / 4)
+        for number in (slow, fast)
+    ]
     found = fit_run_costs(*windows)
     assert found.cores_per_run == pytest.approx(always, abs=1e-6)
     assert found.cpu_s_per_trajectory == pytest.approx(per_trajectory, abs=1e-6)
+    assert found.worker_cpu_s_per_trajectory == pytest.approx(per_trajectory / 4, abs=1e-6)
 
 
-@pytest.mark.parametrize("fast", [RunWindow(100, 8.0, 0.2), RunWindow(50, 8.0, 4.0), RunWindow(0, 8.0, 0.4)])
+@pytest.mark.parametrize(
+    "fast",
+    [RunWindow(100, 8.0, 0.2), RunWindow(100, 8.0, 0.5, 0.4), RunWindow(50, 8.0, 4.0), RunWindow(0, 8.0, 0.4)],
+)
 def test_noise_makes_no_cost_negative(fast: RunWindow) -> None:
     found = fit_run_costs(RunWindow(80, 8.0, 0.4), fast)
     assert found.cores_per_run >= 0
-    assert 0 <= found.cpu_s_per_trajectory <= fast.cpu_s / max(1, fast.trajectories)
+    assert 0 <= found.worker_cpu_s_per_trajectory <= found.cpu_s_per_trajectory
+    assert found.cpu_s_per_trajectory <= fast.cpu_s / max(1, fast.trajectories)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +99,16 @@ def test_a_run_whose_engines_only_wait_shows_what_the_others_cost(
 ) -> None:
     monkeypatch.setattr(sharing, "MEASURED_S", 2.0)
     monkeypatch.setattr(sharing, "STEP_S", 0.4)
+    windows: list[RunWindow] = []
+
+    def fit(*found: RunWindow) -> RunCosts:
+        windows.extend(found)
+        return fit_run_costs(*found)
+
+    monkeypatch.setattr(sharing, "fit_run_costs", fit)
     others = psutil.Process().children()
     found = run_costs(emulated(), tmp_path)
+    assert all(0 < window.worker_cpu_s < window.cpu_s for window in windows)
     assert found.cores_per_run + found.cpu_s_per_trajectory > 0
     assert psutil.Process().children() == others
 

@@ -13,7 +13,9 @@ from benchmarks.peers.judging.judge import HeldOut, Judged
 NAME = "TRL GRPOTrainer, one process"
 
 
-def test_a_kept_run_is_trained_again_only_with_another_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kept_run_is_trained_again_only_with_another_plan_or_other_settings_or_questions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained: list[Plan] = []
 
     def train(plan: Plan) -> Trained:
@@ -29,7 +31,9 @@ def test_a_kept_run_is_trained_again_only_with_another_plan(tmp_path: Path, monk
 
     monkeypatch.setitem(peers.CONTENDERS, NAME, train)
     monkeypatch.setattr(peers, "judge", judge)
-    examiner = HeldOut(tmp_path, tmp_path, "", 1.0, 8, 1)
+    for name in ("prompts.jsonl", "held_out.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    examiner = HeldOut(tmp_path, tmp_path / "held_out.jsonl", "", 1.0, 8, 1)
     plan = Plan(tmp_path, tmp_path / "prompts.jsonl", tmp_path / "run", 0, (0, 1), 60.0)
     first = peers._once(NAME, plan, examiner)
     assert not (plan.output / "step_5").exists(), "weights are not kept"
@@ -38,3 +42,12 @@ def test_a_kept_run_is_trained_again_only_with_another_plan(tmp_path: Path, monk
     longer = replace(plan, limit_s=90.0)
     assert peers._once(NAME, longer, examiner) == first
     assert trained == [plan, longer]
+    other = next(name for name in peers.SETTINGS if name != NAME)
+    monkeypatch.setitem(peers.SETTINGS, other, {"processes": 3})
+    assert peers._once(NAME, longer, examiner) == first
+    assert trained == [plan, longer], "another contender's settings do not count"
+    monkeypatch.setitem(peers.SETTINGS, NAME, {"processes": 3})
+    assert peers._once(NAME, longer, examiner) == first
+    examiner.prompts.write_text("{}\n{}\n")
+    assert peers._once(NAME, longer, examiner) == first
+    assert trained == [plan, longer, longer, longer]

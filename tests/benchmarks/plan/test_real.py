@@ -5,7 +5,7 @@ from benchmarks.plan.real import CASES, ENDS, LONGEST, RealCase, RealEngine, let
 from streamrl.planning.planner import measured_settings, with_recorded_lengths
 from streamrl.producers.generation.engines.length_trace import trace_length
 from streamrl.producers.generation.engines.model_files import read_facts
-from streamrl.schemas.profiles import DecodeSettings, DeviceProfile, TrainingCosts
+from streamrl.schemas.profiles import CoreCosts, DecodeSettings, DeviceProfile, TrainingCosts
 from streamrl.settings.loading import load_settings
 
 PROFILE = DeviceProfile(
@@ -39,6 +39,13 @@ def test_every_case_is_a_run_that_can_be_predicted_with_measured_times(engine: R
         assert expected.emulation.training == PROFILE.training
         assert trace_length(expected.emulation.lengths, "any/0", 0, None) == 7
     assert settings.emulation.decode != PROFILE.decode
+
+
+def test_the_engine_is_predicted_to_wait_while_its_worker_works_on_a_trajectory(engine: RealEngine) -> None:
+    settings = load_settings(engine.config(CASES[0], "test", seed=0), [])
+    profile = PROFILE.model_copy(update={"cores": CoreCosts(number=2, worker_s_per_trajectory=0.003)})
+    decode = measured_settings(settings, profile, profile).emulation.decode
+    assert decode == PROFILE.decode.model_copy(update={"prefill_s": 0.005})
 
 
 def test_samples_differ_in_reward_so_that_all_are_trained() -> None:
