@@ -1,10 +1,13 @@
 """The tasks on which contenders are compared: policy, prompts, held-out questions, reward and hyper-parameters."""
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
+
+from pydantic import JsonValue
 
 from benchmarks.peers.contenders.plan import Hyperparameters
 from benchmarks.peers.task import Entry, reward
@@ -12,6 +15,7 @@ from streamrl.bus.embedded.runtime import cache_root
 from streamrl.demo import task as demo
 from streamrl.demo.warm_start import ensure_warm_started_model
 from streamrl.init import smollm2
+from streamrl.producers.prompts.gym import open_dataset
 
 
 @dataclass(frozen=True)
@@ -34,11 +38,20 @@ class Task:
     held_out_entries: Callable[[int, int], list[Entry]]
 
 
+NAME_PATTERN = r"<answer>\s*([^<>\s]+)\s*</answer>"
 verified = reward(demo.ANSWER_PATTERN)
-tagged = reward(smollm2.ANSWER_PATTERN)
+named = reward(NAME_PATTERN)
 MAX_PROMPTS = 4096
-SHOWN = "8 - 3", 5
-"""A third solved sum for SmolLM2's prompts, which then have 114 to 117 tokens."""
+DATASET = "needle_haystack"
+OPTIONS: dict[str, JsonValue] = {"min_num_statements": 2, "max_num_statements": 2}
+SYSTEM = "Answer in tags."
+SHOWN = (
+    ("Tayo accepts the color red", "Ayan bears playing rugby", "Ayan"),
+    ("Bret disdains playing volleyball", "Boyd bears mopping the floor", "Boyd"),
+)
+"""Both statements of a solved question, and the name that is asked for."""
+HELD_OUT_ONE_IN = 4
+"""One in this many of the names is held out, with all statements about them."""
 
 
 def _demo_held_out(seed: int, n: int) -> list[Entry]:
@@ -52,20 +65,45 @@ def _demo_held_out(seed: int, n: int) -> list[Entry]:
     ]
 
 
-def _sums(seed: int, n: int) -> list[Entry]:
-    return [_with_third_example(row) for row in islice(smollm2.rows(seed, held_out=False), n)]
+def _names(seed: int, n: int) -> list[Entry]:
+    return list(islice(_questions(seed, held_out=False), n))
 
 
-def _sums_held_out(seed: int, n: int) -> list[Entry]:
-    return [
-        {**_with_third_example(row), "part": f"{len(smollm2.question_of(row).split()) // 2} terms"}
-        for row in smollm2.held_out_rows(seed, n)
-    ]
+def _names_held_out(seed: int, n: int) -> list[Entry]:
+    return list(islice(_questions(seed, held_out=True), n))
 
 
-def _with_third_example(row: Entry) -> Entry:
-    system, *turns = row["prompt"]
-    return {"prompt": [system, *smollm2.solved(*SHOWN), *turns], "answer": row["answer"]}
+def _questions(seed: int, *, held_out: bool) -> Iterator[Entry]:
+    """Endless questions which of two people does something. All names in them are held out, or none is."""
+    size = 1024
+    for start in count(seed * 1_000_000, size):  # an entry is drawn with the seed plus its index
+        data = open_dataset(DATASET, OPTIONS, size=size, seed=start)
+        for index in range(size):
+            text, _, question = data[index]["question"].partition("\n")
+            people = [statement.split()[0] for statement in text.strip().split(". ")]
+            if data[index]["answer"] in people and {is_held_out(name) for name in people} == {held_out}:
+                part = f"{'first' if people[0] == data[index]['answer'] else 'second'} statement"
+                yield {"prompt": _turns(f"{text.strip()}\n{question}"), "answer": data[index]["answer"], "part": part}
+
+
+def is_held_out(name: str) -> bool:
+    """Whether questions about a person are only for the evaluation."""
+    return zlib.crc32(name.encode()) % HELD_OUT_ONE_IN == 0
+
+
+def _turns(question: str) -> list[dict[str, str]]:
+    turns = [{"role": "system", "content": SYSTEM}]
+    for first, second, name in SHOWN:
+        asked = first if first.startswith(name) else second
+        # The statement first: the model copies it more often than it finds the name alone.
+        turns += [
+            {
+                "role": "user",
+                "content": f"{first}. {second}.\n{asked.replace(name, 'Who', 1)}? Reply only with a name.",
+            },
+            {"role": "assistant", "content": f"{asked}. <answer>{name}</answer>"},
+        ]
+    return [*turns, {"role": "user", "content": question}]
 
 
 TASKS = {
@@ -86,27 +124,27 @@ TASKS = {
         ),
         Task(
             "smollm2",
-            "benchmarks.peers.tasks:tagged",
-            smollm2.ANSWER_PATTERN,
+            "benchmarks.peers.tasks:named",
+            NAME_PATTERN,
             replace(
                 Hyperparameters(),
                 groups_per_step=4,
-                max_prompt_length=128,
-                max_completion_length=smollm2.MAX_COMPLETION_TOKENS,
-                learning_rate=1e-5,
-                max_steps=1000,
+                max_prompt_length=192,
+                max_completion_length=32,
+                learning_rate=6e-5,
+                max_steps=32,
             ),
             {
-                "loop": {"bucket_boundaries": [18, 22]},
+                "loop": {"bucket_boundaries": [18, 24]},
                 "batching": {"token_budget": 2048},
                 "training": {"threads": 2},
             },
             1800.0,
-            10,
+            4,
             256,
             lambda _: smollm2.ensure_smollm2(print),
-            _sums,
-            _sums_held_out,
+            _names,
+            _names_held_out,
         ),
     )
 }

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers.task import read_entries, write_entries
-from benchmarks.peers.tasks import TASKS, tagged, training_entries, verified
+from benchmarks.peers.tasks import TASKS, is_held_out, named, training_entries, verified
 from streamrl.demo.task import Question
-from streamrl.init import smollm2
 
 
 def content(text: str) -> str:
@@ -34,21 +33,33 @@ def test_only_the_last_number_is_judged() -> None:
     assert verified(texts, answer=["364"] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
-def test_answers_count_between_tags_and_in_chat_turns_alike() -> None:
-    texts = ["2 + 2 = 4\n<answer>4</answer>", "<answer>5</answer> <answer> 4 </answer>", "4", "<answer>4</answer>5"]
+def test_names_count_between_tags_and_in_chat_turns_alike() -> None:
+    texts = [
+        "Ann bears it. <answer>Ann</answer>",
+        "<answer>Bo</answer> <answer> Ann </answer>",
+        "Ann",
+        "<answer>Ann</answer>.",
+        "<answer>Ann Bo</answer>",
+        "<answer>Ann-Bo</answer>",
+    ]
     turns = [[{"role": "assistant", "content": text}] for text in texts]
-    assert tagged(texts, answer=["4"] * 4) == tagged(turns, answer=["4"] * 4) == [1.0, 1.0, 0.0, 1.0]
+    answers = [*["Ann"] * 5, "Ann-Bo"]
+    assert named(texts, answer=answers) == named(turns, answer=answers) == [1.0, 1.0, 0.0, 1.0, 0.0, 1.0]
 
 
-def test_smollm2_is_shown_three_solved_sums_and_asked_nothing_that_it_is_judged_on() -> None:
+def test_smollm2_is_shown_two_solved_questions_and_asked_about_nobody_whom_it_is_judged_on() -> None:
     task = TASKS["smollm2"]
     prompts = training_entries(task, task.hyperparameters, seed=0)
-    held_out = task.held_out_entries(0, 64)
-    assert len(prompts) == 4096
-    asked = {smollm2.content_of(smollm2.question_of(row)) for row in prompts}
-    assert not asked & {smollm2.content_of(smollm2.question_of(row)) for row in held_out}
-    assert {len(row["prompt"]) for row in [*prompts, *held_out]} == {1 + 3 * 2 + 1}
-    assert {row["part"] for row in held_out} == {"2 terms", "3 terms"}
+    held_out = task.held_out_entries(0, 256)
+    assert len(prompts) == 2 * task.hyperparameters.groups_per_step * task.hyperparameters.max_steps
+    assert all(row["answer"] in row["prompt"][-1]["content"] for row in [*prompts, *held_out])
+    assert all(is_held_out(row["answer"]) for row in held_out)
+    about = [row["prompt"][-1]["content"].partition(".\n")[0].split(". ") for row in prompts]
+    assert not any(is_held_out(statement.split()[0]) for statements in about for statement in statements)
+    assert len({row["prompt"][-1]["content"] for row in held_out}) == 256
+    assert {len(row["prompt"]) for row in [*prompts, *held_out]} == {1 + 2 * 2 + 1}
+    assert {row["part"] for row in held_out} == {"first statement", "second statement"}
+    assert prompts[0] != training_entries(task, task.hyperparameters, seed=1)[0]
 
 
 @pytest.mark.processes
