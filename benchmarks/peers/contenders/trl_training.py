@@ -23,7 +23,11 @@ def main(plan_file: str) -> None:
 
     torch.set_num_threads(plan["trl"]["threads"])
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(plan["policy"], dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(
+            plan["policy"],
+            dtype=torch.float32,
+            attn_implementation=plan["trl"]["attn_implementation"][plan["hyperparameters"]["dtype"]],
+        ),
         processing_class=AutoTokenizer.from_pretrained(plan["policy"], padding_side="left"),
         reward_funcs=reward(plan["answer_pattern"]),
         args=_config(plan),
