@@ -99,9 +99,10 @@ class WeightCache:
     def size_of_incoming(self, version: PolicyVersion) -> int:
         """Bytes that unfinished fetches of a version have received. The number grows while a peer makes progress."""
         total = 0
-        for path in self.root.glob(f"{INCOMING_PREFIX}{version}-*/*"):
-            with contextlib.suppress(FileNotFoundError):
-                total += path.stat().st_size
+        for directory in self.root.glob(f"{INCOMING_PREFIX}{version}-*"):
+            with contextlib.suppress(FileNotFoundError):  # a peer has all files of it and renames it
+                for path in directory.iterdir():
+                    total += path.stat().st_size
         return total
 
     def put(self, incoming: "Incoming", version: PolicyVersion, manifest: WeightManifest, raw: bytes) -> Path:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import mkdtemp
@@ -304,6 +304,33 @@ async def test_the_workers_of_a_host_fetch_a_version_once_and_hash_it_once(
     os.utime(path)
     await fetcher(tmp_path).fetch(ready)
     assert len(hashed) == 2, "a file that was touched is not taken on trust"
+
+
+@pytest.mark.parametrize("ends", ["before its files are listed", "before they are measured"])
+def test_a_fetch_may_end_while_a_peer_asks_for_its_size(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version, cache = PolicyVersion(1, 0), weight_cache.WeightCache(tmp_path)
+    with cache.incoming(version, "0" * 64) as incoming:
+        assert incoming is not None
+        (incoming.directory / WEIGHTS).write_bytes(b"1000")
+        assert cache.size_of_incoming(version) == 4
+
+        def ending(call: Callable[..., Any]) -> Callable[..., Any]:
+            def call_then(path: Any, *arguments: Any, **options: Any) -> Any:
+                if Path(path) == incoming.directory and ends == "before its files are listed":
+                    incoming.directory.rename(tmp_path / "1-0")
+                found = call(path, *arguments, **options)
+                if Path(path) == incoming.directory and ends == "before they are measured":
+                    incoming.directory.rename(tmp_path / "1-0")
+                return found
+
+            return call_then
+
+        for name in ("listdir", "scandir"):  # of which Python's versions use one or the other
+            monkeypatch.setattr(os, name, ending(getattr(os, name)))
+        assert cache.size_of_incoming(version) == 0
+        assert (tmp_path / "1-0" / WEIGHTS).exists()
 
 
 async def test_another_goes_on_where_a_worker_died(published: Published, tmp_path: Path) -> None:
