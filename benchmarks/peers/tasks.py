@@ -49,7 +49,7 @@ SHOWN = (
     ("Tayo accepts the color red", "Ayan bears playing rugby", "Ayan"),
     ("Bret disdains playing volleyball", "Boyd bears mopping the floor", "Boyd"),
 )
-"""Both statements of a solved question, and the name that is asked for."""
+"""Both statements of a solved question, and its answer."""
 HELD_OUT_ONE_IN = 4
 """One in this many of the names is held out, with all statements about them."""
 
@@ -78,16 +78,18 @@ def _questions(seed: int, *, held_out: bool) -> Iterator[Entry]:
     size = 1024
     for start in count(seed * 1_000_000, size):  # an entry is drawn with the seed plus its index
         data = open_dataset(DATASET, OPTIONS, size=size, seed=start)
-        for index in range(size):
-            text, _, question = data[index]["question"].partition("\n")
+        for entry in (data[index] for index in range(size)):  # each access draws the entry anew
+            text, _, question = entry["question"].partition("\n")
             people = [statement.split()[0] for statement in text.strip().split(". ")]
-            if data[index]["answer"] in people and {is_held_out(name) for name in people} == {held_out}:
-                part = f"{'first' if people[0] == data[index]['answer'] else 'second'} statement"
-                yield {"prompt": _turns(f"{text.strip()}\n{question}"), "answer": data[index]["answer"], "part": part}
+            if entry["answer"] in people and {is_held_out(name) for name in people} == {held_out}:
+                part = f"{'first' if people[0] == entry['answer'] else 'second'} statement"
+                yield {"prompt": _turns(f"{text.strip()}\n{question}"), "answer": entry["answer"], "part": part}
 
 
 def is_held_out(name: str) -> bool:
-    """Whether questions about a person are only for the evaluation."""
+    """Whether questions about a person are only for the evaluation; the people in the solved questions are not."""
+    if any(statement.startswith(f"{name} ") for first, second, _ in SHOWN for statement in (first, second)):
+        return False
     return zlib.crc32(name.encode()) % HELD_OUT_ONE_IN == 0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers.task import read_entries, write_entries
-from benchmarks.peers.tasks import TASKS, is_held_out, named, training_entries, verified
+from benchmarks.peers.tasks import SHOWN, TASKS, is_held_out, named, training_entries, verified
 from streamrl.demo.task import Question
 
 
@@ -56,6 +56,7 @@ def test_smollm2_is_shown_two_solved_questions_and_asked_about_nobody_whom_it_is
     assert all(is_held_out(row["answer"]) for row in held_out)
     about = [row["prompt"][-1]["content"].partition(".\n")[0].split(". ") for row in prompts]
     assert not any(is_held_out(statement.split()[0]) for statements in about for statement in statements)
+    assert not any(is_held_out(statement.split()[0]) for *statements, _ in SHOWN for statement in statements)
     assert len({row["prompt"][-1]["content"] for row in held_out}) == 256
     assert {len(row["prompt"]) for row in [*prompts, *held_out]} == {1 + 2 * 2 + 1}
     assert {row["part"] for row in held_out} == {"first statement", "second statement"}
